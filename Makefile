@@ -1,0 +1,37 @@
+# Every target does the set-up it needs; the first one on a machine downloads about 3.5 GB.
+# VENV=dir puts the environment elsewhere; DEVICE=cpu|gpu|auto says which one (tools/setup_environment.sh).
+
+VENV ?= .venv
+DEVICE ?= auto
+export VENV
+bin := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart lint test format clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## make the Python environment, or bring it up to date
+	@bash tools/setup_environment.sh $(DEVICE)
+
+quickstart: ## train a tiny model on two CPU cores; key=value changes the configuration
+	@bash examples/run_a3po_tiny_cpu.sh $(filter-out VENV=% DEVICE=%,$(MAKEOVERRIDES))
+
+lint: setup ## formatting, ruff, types and import directions
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+	$(bin)/mypy
+	$(bin)/lint-imports
+
+test: lint ## set-up, lint, then all tests: unit, distributed, e2e; gpu tests skip themselves without a GPU
+	$(bin)/pytest
+
+format: setup ## rewrite the sources in the project's format
+	$(bin)/ruff format .
+	$(bin)/ruff check --fix .
+
+clean: ## remove the environment and all caches; models and runs stay
+	[ ! -f "$(VENV)/.megatron_a3po" ] || rm -rf "$(VENV)" "$(VENV).log" "$(VENV).lock"
+	rm -rf .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
