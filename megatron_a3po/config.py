@@ -1,0 +1,252 @@
+"""Every option of a run, and the way from a YAML file and `key=value` overrides to a validated `RunConfig`.
+
+Nothing here imports torch: a wrong configuration is refused in a fraction of a second, with all its mistakes at once.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_a3po.config_checks import Mistake, find_mistakes
+from megatron_a3po.config_file import parse_overrides, read_yaml
+from megatron_a3po.errors import ConfigError
+
+ProximalMethod = Literal["loglinear", "recompute"]
+WeightCapMode = Literal["mask", "clamp"]
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class AlgorithmConfig(_Section):
+    clip_epsilon_low: Share = 0.2
+    """The ratio pi_target / pi_proximal is clipped below at 1 - clip_epsilon_low."""
+    clip_epsilon_high: PositiveFloat = 0.2
+    """... and above at 1 + clip_epsilon_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """For negative advantages the surrogate is bounded by dual_clip * |advantage|; null: no bound."""
+    weight_cap: PositiveFloat | None = 5.0
+    """Cap on the importance weight pi_proximal / pi_behaviour; null: none."""
+    weight_cap_mode: WeightCapMode = "mask"
+    """mask: a token over the cap gives no gradient. clamp: its weight is cut to the cap."""
+    max_nonfinite_share: Share = 0.01
+    """The run fails when a larger share of a batch's loss tokens has log-probs that are not finite."""
+
+
+class DataConfig(_Section):
+    task: str
+    """Name of a reasoning-gym task."""
+    task_options: dict[str, Any] = {}
+    """Options of that task, for example {min_word_len: 6}."""
+    size: Positive = 20000
+    """Number of entries that the task generates."""
+    seed: Annotated[int, Field(ge=0)] = 7
+    """Seed of the entries and of the held-out split; the order of training follows the run's seed."""
+    prompt_pattern: str | None = None
+    """Regular expression that a question must match in full to be used; null: every question."""
+    num_held_out: Positive = 512
+    """Prompts kept out of training, for evaluation."""
+
+
+class RolloutConfig(_Section):
+    servers: Literal["local"] | list[str] = "local"
+    """local: the run starts one SGLang server and ends it. Or the URLs of running servers."""
+    server_arguments: list[str] = []
+    """More command-line arguments for a local SGLang server."""
+    prompts_per_step: Positive = 32
+    """Groups of one training batch."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses sampled per prompt; the group's mean reward is the baseline, so one alone teaches nothing."""
+    max_new_tokens: Positive = 1024
+    temperature: PositiveFloat = 1.0
+    """Used for sampling and, identically, for the trainer's log-probs."""
+    max_concurrent_groups: Positive = 64
+    """Groups that may be in flight at the servers at one time."""
+    start_timeout_seconds: PositiveFloat = 300
+    request_timeout_seconds: PositiveFloat = 600
+
+
+class ParallelConfig(_Section):
+    tensor: Positive = 1
+    """Tensor-parallel ranks; sequence parallelism is on when it is above 1."""
+    pipeline: Positive = 1
+    """Pipeline stages (1F1B schedule). The remaining ranks are data-parallel."""
+
+
+class ActorConfig(_Section):
+    microbatch_tokens: Positive = 8192
+    """Upper bound on the tokens of a packed microbatch, and so on a single sequence."""
+    collective_timeout_seconds: PositiveFloat = 600
+    """How long a rank waits for the others in one collective before the run fails."""
+
+
+class OptimizerConfig(_Section):
+    learning_rate: PositiveFloat = 1e-6
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.98
+    adam_eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad_norm: PositiveFloat = 1.0
+
+
+class PublishConfig(_Section):
+    bucket_bytes: Positive = 512 * 1024 * 1024
+    """Weights travel in flattened buckets of about this size."""
+    timeout_seconds: PositiveFloat = 120
+    """How long one bucket, or the building of the update group, may take."""
+    verify_prompts: Annotated[int, Field(ge=0)] = 0
+    """After each publish, sample this many held-out prompts and compare the trainer's log-probs with the server's."""
+    max_logprob_difference: PositiveFloat | None = None
+    """The run fails when that comparison differs by more; null: the difference is only reported."""
+
+
+class EvaluationConfig(_Section):
+    every_steps: Annotated[int, Field(ge=0)] = 10
+    """Sample every held-out prompt each so many steps; 0: only before the first and after the last step."""
+
+
+class RunConfig(_Section):
+    """One run. The decisions of an experiment stand first; sections hold the rest."""
+
+    model: Path
+    """Hugging Face folder (config.json, safetensors, tokenizer) of the starting policy."""
+    run_dir: Path
+    """Folder of everything that this run writes; it must not hold another run."""
+    num_steps: Positive
+    """Training steps; each consumes one batch and ends with a weight publication."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """No token is trained on that was sampled by weights older than this many versions; 0: synchronous."""
+    proximal: ProximalMethod = "loglinear"
+    """loglinear: A-3PO, no extra forward pass. recompute: decoupled PPO, one extra forward pass per step."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    precision: Literal["bf16", "fp32"] = "bf16"
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    actor: ActorConfig = ActorConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    publish: PublishConfig = PublishConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Read a YAML file (with its `base:` chain), apply `key=value` overrides, validate.
+
+    `environment` is asked for WORLD_SIZE, so that a layout is checked against the ranks that torchrun started.
+    Raises ConfigError with every mistake and its remedy.
+    """
+    values, mistakes = read_yaml(Path(path))
+    mistakes += parse_overrides(values, overrides)
+    config, more = _validate(values)
+    mistakes += more
+    if config is not None:
+        world_size = environment.get("WORLD_SIZE")
+        wrong = {mistake.key for mistake in mistakes}
+        found = find_mistakes(config, int(world_size) if world_size else None)
+        mistakes += [mistake for mistake in found if mistake.key not in wrong]
+    if mistakes or config is None:
+        lines = "".join(f"\n  {index}. {mistake}" for index, mistake in enumerate(mistakes, 1))
+        raise ConfigError(f"{path}: {len(mistakes)} mistake{'s' * (len(mistakes) > 1)} in the configuration:{lines}")
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration with all defaults, in a form that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+_STAND_INS: dict[str, Any] = {"model": ".", "run_dir": ".", "num_steps": 1, "data": {"task": "-"}}
+"""For required keys that are missing or wrong, so that the checks across keys can still be made."""
+
+
+def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Mistake]]:
+    """The config, and what is wrong with it; wrong entries are replaced, so that later checks still find theirs."""
+    try:
+        return _parse(values), []
+    except ValidationError as error:
+        mistakes = _explain(error)
+        for item in error.errors():
+            _replace(values, _schema_path([str(part) for part in item["loc"]], item["type"]))
+    try:
+        return _parse(values), mistakes
+    except ValidationError:
+        return None, mistakes
+
+
+def _parse(values: dict[str, Any]) -> RunConfig:
+    # JSON's strict mode takes no "60" or true for 60, yet lets a string be a path.
+    return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True)
+
+
+def _explain(error: ValidationError) -> list[Mistake]:
+    """One mistake per key; a union reports each of its members."""
+    mistakes: dict[str, Mistake] = {}
+    for item in error.errors():
+        location = [str(part) for part in item["loc"]]
+        key = ".".join(_schema_path(location, item["type"]))
+        if item["type"] == "extra_forbidden":
+            mistakes[key] = Mistake(key, item["input"], "unknown key", _nearest(location))
+        elif item["type"] == "missing":
+            mistakes[key] = Mistake(key, None, "missing", f"add `{key}: ...` to the file or `{key}=...` to the command")
+        elif key in mistakes:
+            mistakes[key] = Mistake(key, item["input"], f"{mistakes[key].problem}, or {item['msg'].lower()}", "")
+        else:
+            mistakes[key] = Mistake(key, item["input"], item["msg"].lower(), "")
+    return list(mistakes.values())
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    fields = RunConfig.model_fields.items()
+    return {
+        name: field.annotation
+        for name, field in fields
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+
+
+def known_keys() -> list[str]:
+    """Every key of the configuration, dotted."""
+    sections = _sections()
+    keys = []
+    for name in RunConfig.model_fields:
+        keys += [f"{name}.{key}" for key in sections[name].model_fields] if name in sections else [name]
+    return keys
+
+
+def _schema_path(location: list[str], error_type: str) -> list[str]:
+    """Cut pydantic's location, which also names members of unions and indices of lists, down to the key."""
+    if error_type == "extra_forbidden":
+        return location
+    return location[: 2 if location[0] in _sections() else 1]
+
+
+def _nearest(location: list[str]) -> str:
+    key = ".".join(location)
+    same_leaf = [known for known in known_keys() if known.rsplit(".", 1)[-1] == location[-1]]
+    near = same_leaf or difflib.get_close_matches(key, [*known_keys(), *_sections()], n=1, cutoff=0.5)
+    return f"did you mean `{near[0]}`?" if near else "`--print-config` lists all keys"
+
+
+def _replace(values: dict[str, Any], key: list[str]) -> None:
+    """Put a stand-in for a wrong entry, or take it out where there is a default."""
+    inner: Any = values
+    for part in key[:-1]:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    if isinstance(inner, dict):
+        inner.pop(key[-1], None)
+    if key[0] in _STAND_INS and (len(key) == 1 or key == ["data", "task"]):
+        values[key[0]] = _STAND_INS[key[0]] if len(key) == 1 else values[key[0]] | _STAND_INS[key[0]]

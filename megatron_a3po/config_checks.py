@@ -1,0 +1,134 @@
+"""Checks across keys, and of the configuration against the model folder and the ranks at hand. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_a3po.config import RunConfig
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """What is wrong with one key, and what to do."""
+
+    key: str
+    value: Any
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {self.value!r}"
+        return f"{self.key}{shown}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
+    """Everything that makes a well-formed configuration impossible to run on `world_size` ranks (None: unknown)."""
+    return [*_device(config), *_layout(config, world_size), *_model(config)]
+
+
+def _device(config: RunConfig) -> Iterator[Mistake]:
+    if config.device == "cpu" and config.precision != "fp32":
+        yield Mistake("precision", config.precision, "not offered with `device: cpu`", "set `precision: fp32`")
+    if config.device == "cuda" and config.rollout.servers == "local":
+        yield Mistake(
+            "rollout.servers",
+            "local",
+            "a run starts its own server only with `device: cpu`",
+            "start SGLang on other GPUs and give its address: `rollout.servers: [http://host:port]`",
+        )
+    if isinstance(config.rollout.servers, list):
+        if not config.rollout.servers:
+            yield Mistake("rollout.servers", [], "no server", "use `local` or at least one http://host:port")
+        for url in config.rollout.servers:
+            if not url.startswith(("http://", "https://")):
+                yield Mistake("rollout.servers", url, "not a URL", "write http://host:port")
+    if config.publish.max_logprob_difference is not None and config.publish.verify_prompts == 0:
+        yield Mistake(
+            "publish.max_logprob_difference",
+            config.publish.max_logprob_difference,
+            "nothing is compared while `publish.verify_prompts` is 0",
+            "set `publish.verify_prompts` to a small number such as 4, or remove this key",
+        )
+
+
+def _layout(config: RunConfig, world_size: int | None) -> Iterator[Mistake]:
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    if config.actor.microbatch_tokens % tensor:
+        yield Mistake(
+            "actor.microbatch_tokens",
+            config.actor.microbatch_tokens,
+            f"not a multiple of parallel.tensor = {tensor}, which sequence parallelism needs",
+            f"use {-(-config.actor.microbatch_tokens // tensor) * tensor}",
+        )
+    if world_size is None:
+        return
+    if world_size % (tensor * pipeline):
+        yield Mistake(
+            "parallel",
+            f"tensor {tensor} x pipeline {pipeline}",
+            f"{tensor * pipeline} ranks do not divide the {world_size} ranks that torchrun started",
+            f"start torchrun with `--nproc-per-node {tensor * pipeline}` or change the layout",
+        )
+        return
+    data = world_size // (tensor * pipeline)
+    trajectories = config.rollout.prompts_per_step * config.rollout.group_size
+    if trajectories < data:
+        yield Mistake(
+            "rollout.prompts_per_step",
+            config.rollout.prompts_per_step,
+            f"{trajectories} trajectories per batch cannot feed {data} data-parallel ranks",
+            "raise it, or start fewer ranks",
+        )
+
+
+def _model(config: RunConfig) -> Iterator[Mistake]:
+    folder = config.model
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "give a Hugging Face model folder; `python tools/make_tiny_model.py` makes a tiny one"
+        yield Mistake("model", str(folder), "no config.json there", remedy)
+        return
+    except (OSError, ValueError) as error:
+        yield Mistake("model", str(folder), f"its config.json cannot be read ({error})", "copy the folder again")
+        return
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / file).exists():
+            yield Mistake("model", str(folder), f"no {file} there", "copy the tokenizer's files into the folder")
+    if not (list(folder.glob("*.safetensors"))):
+        yield Mistake("model", str(folder), "no *.safetensors there", "copy the weights into the folder")
+    architecture = (described.get("architectures") or [None])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        yield Mistake("model", architecture, "architecture not supported", f"use {', '.join(SUPPORTED_ARCHITECTURES)}")
+        return
+    yield from _divisibility(config, described)
+
+
+def _divisibility(config: RunConfig, described: dict[str, Any]) -> Iterator[Mistake]:
+    divided = [
+        ("tensor", config.parallel.tensor, "num_attention_heads", "attention heads"),
+        ("tensor", config.parallel.tensor, "num_key_value_heads", "key-value heads"),
+        ("tensor", config.parallel.tensor, "intermediate_size", "hidden units of the MLP"),
+        ("pipeline", config.parallel.pipeline, "num_hidden_layers", "layers"),
+    ]
+    for axis, ranks, field, what in divided:
+        count = described[field]
+        if count % ranks:
+            fitting = [divisor for divisor in range(1, count + 1) if count % divisor == 0 and divisor <= 64]
+            yield Mistake(
+                f"parallel.{axis}", ranks, f"does not divide the model's {count} {what}", f"use one of {fitting}"
+            )
+    longest = described.get("max_position_embeddings")
+    if longest is not None and config.rollout.max_new_tokens >= longest:
+        yield Mistake(
+            "rollout.max_new_tokens",
+            config.rollout.max_new_tokens,
+            f"the model's context is {longest} tokens, prompt included",
+            f"use less than {longest}",
+        )

@@ -1,0 +1,88 @@
+"""Reading YAML files with `base:` inheritance, and `key=value` overrides, into one nested dictionary."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_a3po.config_checks import Mistake
+from megatron_a3po.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two repairs: `2e-4` is a number, and a key given twice is an error instead of the last one."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Mistake]]:
+    """The file's values over those of the files named by `base:` (a path beside the file), innermost base first."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `base:` leads back to this file; remove one of the `base:` lines")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        beside = ", ".join(sorted(str(file) for file in path.parent.glob("*.yaml"))) or "no YAML file"
+        raise ConfigError(f"--config {path}: no such file; beside it there is: {beside}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds {type(values).__name__}, not keys and values")
+    base = values.pop("base", None)
+    if base is None:
+        return values, []
+    if not isinstance(base, str):
+        return values, [Mistake("base", base, "not a path", "name one YAML file, relative to this one")]
+    inherited, mistakes = read_yaml(path.parent / base, (*seen, path.resolve()))
+    _merge(inherited, values)
+    return inherited, mistakes
+
+
+def parse_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
+    """Apply `a.b=value` (value in YAML) to `values` in place; returns what could not be applied."""
+    mistakes = []
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            mistakes.append(Mistake(override, None, "not of the form key=value", "for example num_steps=10"))
+            continue
+        try:
+            value = yaml.load(text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            mistakes.append(Mistake(key, text, f"not valid YAML ({str(error).splitlines()[0]})", "quote the value"))
+            continue
+        inner = values
+        *sections, leaf = key.split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {}) if isinstance(inner, dict) else {}
+        if not isinstance(inner, dict):
+            mistakes.append(Mistake(key, text, f"{'.'.join(sections)} is a value, not a section", "check the key"))
+            continue
+        inner[leaf] = value
+    return mistakes
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
