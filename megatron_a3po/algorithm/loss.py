@@ -1,0 +1,124 @@
+"""The A-3PO loss (arXiv 2512.06547): decoupled PPO around a proximal policy that needs no forward pass of its own."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_a3po.algorithm.diagnostics import TokenTerms, measure
+from megatron_a3po.algorithm.proximal import proximal_logprobs
+from megatron_a3po.types import LossOutput
+
+MAX_LOG_RATIO = 20.0
+"""Beyond e^20 between target and behaviour, log-ratios are cut before exp, so that float32 stays finite."""
+
+
+def a3po_loss(
+    target_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    staleness: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_epsilon_low: float,
+    clip_epsilon_high: float,
+    dual_clip: float | None = None,
+    weight_cap: float | None = None,
+    weight_cap_mode: Literal["mask", "clamp"] = "mask",
+) -> LossOutput:
+    """Decoupled PPO with the proximal policy p = stop_gradient(beta * b + (1 - beta) * theta), beta = 0 or 1 / staleness.
+
+    Arguments and result as in `decoupled_ppo_loss`.
+    """
+    return decoupled_ppo_loss(
+        target_logprobs,
+        behaviour_logprobs,
+        proximal_logprobs(target_logprobs, behaviour_logprobs, staleness),
+        staleness,
+        advantages,
+        loss_mask,
+        clip_epsilon_low=clip_epsilon_low,
+        clip_epsilon_high=clip_epsilon_high,
+        dual_clip=dual_clip,
+        weight_cap=weight_cap,
+        weight_cap_mode=weight_cap_mode,
+    )
+
+
+def decoupled_ppo_loss(
+    target_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    proximal: Tensor,
+    staleness: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    clip_epsilon_low: float,
+    clip_epsilon_high: float,
+    dual_clip: float | None = None,
+    weight_cap: float | None = None,
+    weight_cap_mode: Literal["mask", "clamp"] = "mask",
+) -> LossOutput:
+    """- sum_t mask_t * w_t * min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
+
+    with w = pi_proximal / pi_behaviour (no gradient) and r = pi_target / pi_proximal; decoupled PPO, arXiv 2110.00641.
+
+    All tensors [tokens]: log-probs and advantages float32, staleness int64 (for the diagnostics only), mask bool.
+    `target_logprobs` alone carries gradient. `dual_clip` bounds the surrogate of negative advantages by
+    dual_clip * |A|, before w. A token with w over `weight_cap` gives nothing ("mask") or has it cut ("clamp").
+
+    `loss_sum` is a sum: the caller divides by the loss tokens of the whole batch, counted before any cap. Whatever
+    stands in masked positions leaves loss and gradients bit for bit as they are; loss tokens whose log-probs are not
+    finite give nothing and are counted.
+    """
+    used = loss_mask & target_logprobs.isfinite() & behaviour_logprobs.isfinite() & proximal.isfinite()
+
+    # Replaced before exp: in a branch that torch.where does not take, the gradient would be 0 * inf = NaN.
+    theta = torch.where(used, target_logprobs, 0.0)
+    b = torch.where(used, behaviour_logprobs, 0.0)
+    p = torch.where(used, proximal.detach(), 0.0)
+    advantage = torch.where(used, advantages, 0.0)
+    d = torch.where(used, staleness, 0)
+
+    w = _exp(p - b)
+    r = _exp(theta - p)
+
+    surrogate = torch.minimum(r * advantage, r.clamp(1 - clip_epsilon_low, 1 + clip_epsilon_high) * advantage)
+    clipped_low = (advantage < 0) & (r < 1 - clip_epsilon_low)
+    clipped_high = (advantage > 0) & (r > 1 + clip_epsilon_high)
+    dual_clipped = torch.zeros_like(used)
+    if dual_clip is not None:
+        dual_clipped = (advantage < 0) & (r > dual_clip)
+        surrogate = torch.where(dual_clipped, dual_clip * advantage, surrogate)
+
+    weight, capped = _cap(w, used, weight_cap, weight_cap_mode)
+    loss_sum = -(weight * surrogate).sum()
+    terms = TokenTerms(
+        loss_mask=loss_mask,
+        used=used,
+        target_logprobs=theta.detach(),
+        behaviour_logprobs=b,
+        staleness=d,
+        importance_weight=w,
+        ratio=r.detach(),
+        capped=capped,
+        clipped_low=clipped_low,
+        clipped_high=clipped_high,
+        dual_clipped=dual_clipped,
+    )
+    sums, maxima = measure(terms, loss_sum.detach(), MAX_LOG_RATIO)
+    return LossOutput(loss_sum=loss_sum, sums=sums, maxima=maxima)
+
+
+def _cap(w: Tensor, used: Tensor, cap: float | None, mode: Literal["mask", "clamp"]) -> tuple[Tensor, Tensor]:
+    """The importance weight that is applied, and which tokens the cap changed."""
+    if cap is None:
+        return w, torch.zeros_like(used)
+    capped = used & (w > cap)
+    return torch.where(capped, 0.0 if mode == "mask" else cap, w), capped
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """exp with the argument cut to +-MAX_LOG_RATIO; the gradient passes through the cut, as through a value."""
+    cut = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (log_ratio - log_ratio.detach() + cut).exp()

@@ -1,0 +1,87 @@
+"""What travels between the parts: frozen dataclasses of tensors, in one layout only: packed, never padded."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One sampled response with everything its rollout server knew about it. Held by every rank, on the CPU."""
+
+    prompt_id: str
+    group_id: int
+    """Issue number of the group; the responses to one prompt share it."""
+    token_ids: Tensor
+    """[prompt + response] int64"""
+    prompt_length: int
+    behaviour_logprobs: Tensor
+    """[response] float32, at sampling temperature, as the server reported them"""
+    weight_versions: Tensor
+    """[response] int64; changes inside a response when weights were published meanwhile"""
+    reward: float
+    finish_reason: FinishReason
+
+    @property
+    def response_length(self) -> int:
+        return self.token_ids.numel() - self.prompt_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryGroup:
+    """The responses to one prompt, which share a baseline."""
+
+    group_id: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """Packed sequences, shifted so that position t predicts `labels[t]`. All [tokens], on the rank's device.
+
+    `cu_seqlens` bounds every sequence. Padding, if any, is the last sequence, with an all-false mask.
+    """
+
+    token_ids: Tensor
+    """int64"""
+    labels: Tensor
+    """int64, the next token"""
+    position_ids: Tensor
+    """int64, from 0 in every sequence"""
+    loss_mask: Tensor
+    """bool, true where the label is a response token"""
+    behaviour_logprobs: Tensor
+    """float32, of the label; undefined where the mask is false"""
+    weight_versions: Tensor
+    """int64, of the label; -1 where the mask is false"""
+    advantages: Tensor
+    """float32, of the label; 0 where the mask is false"""
+    cu_seqlens: Tensor
+    """[sequences + 1] int32"""
+    max_seqlen: int
+    proximal_logprobs: Tensor | None = None
+    """[tokens] float32 on the last pipeline stage, where the method computed them by a forward pass of its own"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """The loss of one microbatch, and what is worth knowing about it."""
+
+    loss_sum: Tensor
+    """[] float32 with graph: the masked sum over tokens. The caller divides by the whole batch's loss tokens."""
+    sums: Tensor
+    """[len(diagnostics.SUMS)] float64, detached; add over microbatches and ranks"""
+    maxima: Tensor
+    """[len(diagnostics.MAXIMA)] float64, detached; take the maximum over microbatches and ranks"""
+
+
+def update_group_name(number: int) -> str:
+    """Name of a run's weight-update group at the servers; a name cannot be used twice in one process."""
+    return f"megatron_a3po_{number}"
