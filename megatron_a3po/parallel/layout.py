@@ -1,0 +1,38 @@
+"""The ranks of a run: from torchrun's environment to torch.distributed."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Self
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """Who this process is. Without torchrun: the only rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        )
+
+
+def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_seconds: float) -> None:
+    """Join the default process group: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    if device == "cuda":
+        torch.cuda.set_device(info.local_rank)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
