@@ -1,0 +1,69 @@
+"""Exactly-once accounting of groups: issued = consumed + dropped + buffered + in flight, always."""
+
+from collections import Counter
+from enum import StrEnum
+
+
+class _State(StrEnum):
+    IN_FLIGHT = "in_flight"
+    BUFFERED = "buffered"
+    CONSUMED = "consumed"
+
+
+class Ledger:
+    """Follows every group from its issue to its end. A step that skips or repeats one is a bug and raises."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _State] = {}
+        self._issued = 0
+        self._consumed = 0
+        self._dropped: Counter[str] = Counter()
+
+    @property
+    def issued(self) -> int:
+        """Groups issued so far, which is also the number of the next one."""
+        return self._issued
+
+    def issue(self) -> int:
+        group_id = self._issued
+        self._open[group_id] = _State.IN_FLIGHT
+        self._issued += 1
+        return group_id
+
+    def buffer(self, group_id: int) -> None:
+        """The group's responses and rewards are complete."""
+        self._leave(group_id, _State.IN_FLIGHT, _State.BUFFERED)
+        self._open[group_id] = _State.BUFFERED
+
+    def consume(self, group_id: int) -> None:
+        """The group is part of a training batch."""
+        self._leave(group_id, _State.BUFFERED, _State.CONSUMED)
+        self._consumed += 1
+
+    def drop(self, group_id: int, reason: str) -> None:
+        """The group will not be trained on."""
+        if group_id not in self._open:
+            raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is not in flight or buffered")
+        del self._open[group_id]
+        self._dropped[reason] += 1
+
+    def drop_open(self, reason: str) -> None:
+        """Close the books at the end of a run."""
+        for group_id in list(self._open):
+            self.drop(group_id, reason)
+
+    def counts(self) -> dict[str, int | dict[str, int]]:
+        states = Counter(self._open.values())
+        return {
+            "issued": self._issued,
+            "consumed": self._consumed,
+            "dropped": self._dropped.total(),
+            "in_flight": states[_State.IN_FLIGHT],
+            "buffered": states[_State.BUFFERED],
+            "dropped_by_reason": dict(self._dropped),
+        }
+
+    def _leave(self, group_id: int, expected: _State, following: _State) -> None:
+        state = self._open.pop(group_id, None)
+        if state is not expected:
+            raise ValueError(f"group {group_id} cannot be {following.value}: it is {state or 'unknown or finished'}")
