@@ -1,0 +1,82 @@
+"""Import megatron-bridge without Transformer Engine, which some of its modules name at import."""
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_a3po.cpu.spec_provider import PARALLELISM_OF_MODULES
+
+# These find out at import whether Transformer Engine is there and must see the truth, so they come before the bridge.
+_CORE_MODULES = ("distributed", "dist_checkpointing", "fp8_utils", "models.gpt", "optimizer", "pipeline_parallel")
+
+_TRANSFORMER_ENGINE = (
+    "transformer_engine",
+    "transformer_engine.common",
+    "transformer_engine.common.recipe",
+    "transformer_engine.pytorch",
+    "transformer_engine.pytorch.optimizers",
+)
+
+
+def import_bridge() -> None:
+    """Import megatron-bridge and tell it how the CPU modules' weights are sharded."""
+    for name in _CORE_MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    extensions: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
+    extensions.FP8GlobalStateManager = _NoFp8  # the bridge logs a traceback for each place that misses it
+    with _inert_transformer_engine():
+        importlib.import_module("megatron.bridge")
+        mapping = importlib.import_module("megatron.bridge.models.conversion.param_mapping")
+    for module_class, parallelism in PARALLELISM_OF_MODULES.items():
+        mapping.AutoMapping.register_module_type(module_class.__name__, parallelism)
+
+
+class _NoFp8:
+    """What the bridge asks Transformer Engine's global FP8 state for: whether FP8 is on. On a CPU it never is."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+class _InertClass(type):
+    """Classes that can be named and inherited from; every attribute of one is another."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _InertClass(name, (), {})
+
+
+class _InertModule(types.ModuleType):
+    __version__ = "0.0.0"  # older than any feature that Megatron checks for
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _InertClass(name, (), {"__module__": self.__name__})
+
+
+@contextmanager
+def _inert_transformer_engine() -> Iterator[None]:
+    """`import transformer_engine` gives a module full of empty classes, inside this block only.
+
+    Afterwards it is missing again, so that whatever is imported or asked for later sees that there is none.
+    """
+    for name in _TRANSFORMER_ENGINE:
+        module = _InertModule(name)
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    try:
+        yield
+    finally:
+        for name in _TRANSFORMER_ENGINE:
+            del sys.modules[name]

@@ -1,0 +1,45 @@
+"""How to start SGLang 0.5.23 as a rollout server on a CPU. Pure data; imports neither torch nor SGLang."""
+
+from pathlib import Path
+
+# Python's byte code must be written: a server is several processes, and each would recompile six thousand modules.
+UNSET_VARIABLES = ("PYTHONDONTWRITEBYTECODE",)
+
+STAND_IN_DIRECTORY = Path(__file__).parent / "sgl_stand_in"
+
+
+def server_environment(tensor_parallel: int, python_path: str = "") -> dict[str, str]:
+    """Environment variables to add for a server process; `UNSET_VARIABLES` must be removed.
+
+    Args:
+        tensor_parallel: number of ranks of the server; rank i is bound to core i.
+        python_path: PYTHONPATH that the server would have otherwise; the stand-in for `sgl_kernel` goes before it.
+    """
+    environment = {
+        "PYTHONPATH": f"{STAND_IN_DIRECTORY}:{python_path}" if python_path else str(STAND_IN_DIRECTORY),
+        "CUDA_VISIBLE_DEVICES": "",
+        "SGLANG_USE_CPU_ENGINE": "1",  # without it the layers import vLLM
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",  # a crash would wait for 60 s before the process ends
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once, also while paused
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if tensor_parallel > 1:
+        environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"  # its NCCL wrapper asserts a CUDA device
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tensor_parallel))
+    return environment
+
+
+def server_arguments() -> list[str]:
+    """Arguments for `python -m sglang.launch_server` beside the model, the address and the tensor-parallel size."""
+    return [
+        *("--device", "cpu"),
+        *("--dtype", "float32"),
+        *("--attention-backend", "torch_native"),
+        *("--max-total-tokens", "16384"),
+        *("--max-running-requests", "16"),
+        "--disable-custom-all-reduce",
+        "--skip-server-warmup",
+        "--sleep-on-idle",  # an idle server would keep a core busy
+    ]

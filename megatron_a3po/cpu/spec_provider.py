@@ -1,0 +1,77 @@
+"""The CPU modules behind Megatron's `BackendSpecProvider`, in the place of its Transformer Engine provider."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+from megatron_a3po.cpu.attention import CpuDotProductAttention
+from megatron_a3po.cpu.modules import (
+    CpuColumnParallelLinear,
+    CpuLayerNormColumnParallelLinear,
+    CpuLinear,
+    CpuNorm,
+)
+from megatron_a3po.errors import ConfigError
+
+# How the weights of each class lie over the tensor-parallel ranks, in megatron-bridge's words.
+PARALLELISM_OF_MODULES: dict[type, str] = {
+    CpuNorm: "replicated",
+    CpuLinear: "replicated",
+    CpuColumnParallelLinear: "column",
+    CpuLayerNormColumnParallelLinear: "column",
+}
+
+
+class CpuSpecProvider(BackendSpecProvider):
+    """Which module stands for what in a layer spec; the same structure as Megatron's `TESpecProvider`."""
+
+    def linear(self) -> type:
+        return CpuLinear
+
+    def column_parallel_linear(self) -> type:
+        return CpuColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return CpuLayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type[CpuNorm]:
+        return CpuNorm
+
+    def core_attention(self) -> type:
+        return CpuDotProductAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., NoReturn]:
+        return _no_experts  # not an error yet: megatron-bridge makes specs of such layers already at import
+
+    def activation_func(self) -> None:
+        return None
+
+
+def _no_experts(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError("device: cpu has no mixture-of-experts layers; use a dense model, or device: cuda")
+
+
+def install() -> None:
+    """Let every Megatron layer spec that asks for Transformer Engine build the CPU modules instead."""
+
+    def replace(module_name: str, **attributes: Any) -> None:
+        module = importlib.import_module(f"megatron.core.{module_name}")
+        for name, value in attributes.items():
+            if not hasattr(module, name):
+                raise RuntimeError(f"megatron.core.{module_name} has no {name}: this is not Megatron-Core 0.19")
+            setattr(module, name, value)
+
+    # First the provider's home, from which modules that are imported later take it.
+    replace("extensions.transformer_engine_spec_provider", TESpecProvider=CpuSpecProvider)
+    replace("models.gpt.gpt_layer_specs", TESpecProvider=CpuSpecProvider, TENorm=CpuNorm)
+    replace("models.gpt.moe_module_specs", TESpecProvider=CpuSpecProvider)
+    replace("transformer.transformer_block", LayerNormImpl=CpuNorm)
