@@ -1,0 +1,186 @@
+"""The policy that is trained: one optimizer step per batch of trajectories."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_a3po.actor.forward_step import PolicyHead, run_microbatches
+from megatron_a3po.actor.model import PolicyModel, build_model
+from megatron_a3po.actor.optimizer import build_optimizer
+from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
+from megatron_a3po.algorithm.loss import decoupled_ppo_loss
+from megatron_a3po.algorithm.proximal import proximal_logprobs
+from megatron_a3po.config import RunConfig
+from megatron_a3po.data.packing import assign_microbatches, pack
+from megatron_a3po.errors import TrainingError
+from megatron_a3po.parallel.reduce import reduce_statistics
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.types import Microbatch, Trajectory
+
+
+class PolicyActor:
+    """This rank's part of the policy. All methods are collective: every rank calls them with the same trajectories."""
+
+    def __init__(self, config: RunConfig, *, device: torch.device, timer: PhaseTimer) -> None:
+        self._config = config
+        self._device = device
+        self._timer = timer
+        self.version = 0
+        """Weight version: the number of optimizer steps so far."""
+        self._proximal_seconds = 0.0
+        self.model: PolicyModel = build_model(config.model, config.parallel, config.precision, seed=config.seed)
+        self.optimizer = build_optimizer(config.optimizer, config.precision, self.model.chunks)
+        self._head = PolicyHead(
+            tp_group=self.model.groups.tp,
+            vocab_size=self.model.vocab_size,
+            temperature=config.rollout.temperature,
+        )
+
+    def train_step(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> dict[str, float]:
+        """One optimizer step on the whole batch; the version goes up by one. Returns metrics, equal on every rank.
+
+        advantages [trajectories] float32. Raises TrainingError, before the weights change, when too many log-probs or
+        the gradient are not finite.
+        """
+        with self._timer.phase("train"):
+            microbatches = self._microbatches(trajectories, advantages)
+            self._proximal_seconds = 0.0
+            if self._config.proximal == "recompute":
+                microbatches = self._with_proximal_logprobs(microbatches)
+            metrics = self._forward_backward(microbatches)
+            self._refuse_nonfinite(metrics)
+            metrics["gradient_norm"] = self._optimizer_step()
+        self.version += 1
+        return metrics | {"num_microbatches": len(microbatches), "learning_rate": self._config.optimizer.learning_rate}
+
+    def logprob_difference(self, trajectories: Sequence[Trajectory]) -> float:
+        """Largest |trainer's log-prob - server's log-prob| over response tokens, which this version must have sampled.
+
+        Raises TrainingError for a token of another version: the comparison would mean nothing.
+        """
+        for trajectory in trajectories:
+            if bool((trajectory.weight_versions != self.version).any()):
+                raise TrainingError(
+                    f"a check at version {self.version} got a response of versions {trajectory.weight_versions.tolist()}"
+                )
+        microbatches = self._microbatches(trajectories, torch.zeros(len(trajectories)))
+
+        def difference(logprobs: Tensor, _entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+            apart = (logprobs - microbatch.behaviour_logprobs).abs()
+            largest = torch.where(microbatch.loss_mask, apart.nan_to_num(math.inf), 0.0).amax()
+            return logprobs.sum(), largest.double()[None]
+
+        reports = self._run(microbatches, difference, forward_only=True)
+        nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
+        local = (nothing, torch.stack(reports).amax(0)) if reports else None
+        _, (largest,) = self._reduce(local, num_sums=0, num_maxima=1)
+        return largest
+
+    def _microbatches(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[Microbatch]:
+        """This data-parallel rank's share, packed."""
+        groups = self.model.groups
+        lengths = [trajectory.token_ids.numel() - 1 for trajectory in trajectories]
+        share = assign_microbatches(lengths, self._config.actor.microbatch_tokens, groups.dp.size())[groups.dp.rank()]
+        return [
+            pack(
+                [trajectories[index] for index in indices],
+                advantages[indices],
+                multiple_of=groups.tp.size(),
+                device=self._device,
+            )
+            for indices in share
+        ]
+
+    def _with_proximal_logprobs(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """Decoupled PPO's proximal policy: the weights at the start of the step, by a forward pass."""
+        with self._counting_proximal_seconds():
+            reports = self._run(
+                microbatches, lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()), forward_only=True
+            )
+        # Only the last stage has them, and only the last stage computes the loss.
+        return [
+            dataclasses.replace(microbatch, proximal_logprobs=logprobs)
+            for microbatch, logprobs in zip(microbatches, reports or [None] * len(microbatches), strict=True)
+        ]
+
+    @contextmanager
+    def _counting_proximal_seconds(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._proximal_seconds += time.perf_counter() - start
+
+    def _forward_backward(self, microbatches: list[Microbatch]) -> dict[str, float]:
+        """Leaves the gradient of the batch in the model; returns the loss's diagnostics over the whole batch."""
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(microbatches, self._loss, forward_only=False)
+        local = None
+        if reports:
+            maxima = torch.stack([maxima for _, maxima in reports]).amax(0)
+            seconds = maxima.new_tensor([self._proximal_seconds])
+            local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([maxima, seconds])
+        sums, maxima = self._reduce(local, num_sums=len(SUMS) + 1, num_maxima=len(MAXIMA) + 1)
+        metrics = summarize(sums[:-1], maxima[:-1])
+        return metrics | {"entropy": sums[-1] / max(metrics["loss_tokens"], 1.0), "proximal_seconds": maxima[-1]}
+
+    def _loss(self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        algorithm = self._config.algorithm
+        staleness = self.version - microbatch.weight_versions
+        proximal = microbatch.proximal_logprobs
+        if proximal is None:
+            with self._counting_proximal_seconds():
+                proximal = proximal_logprobs(logprobs, microbatch.behaviour_logprobs, staleness)
+        output = decoupled_ppo_loss(
+            logprobs,
+            microbatch.behaviour_logprobs,
+            proximal,
+            staleness,
+            microbatch.advantages,
+            microbatch.loss_mask,
+            clip_epsilon_low=algorithm.clip_epsilon_low,
+            clip_epsilon_high=algorithm.clip_epsilon_high,
+            dual_clip=algorithm.dual_clip,
+            weight_cap=algorithm.weight_cap,
+            weight_cap_mode=algorithm.weight_cap_mode,
+        )
+        entropy_sum = torch.where(microbatch.loss_mask, entropy.detach().double(), 0.0).sum()
+        return output.loss_sum, (torch.cat([output.sums, entropy_sum[None]]), output.maxima)
+
+    def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
+        limit = self._config.algorithm.max_nonfinite_share
+        share = metrics["nonfinite_tokens"] / max(metrics["loss_tokens"], 1.0)
+        if share > limit:
+            raise TrainingError(
+                f"step {self.version + 1}: the log-probs of {share:.1%} of the loss tokens are not finite (limit "
+                f"algorithm.max_nonfinite_share = {limit:.1%}); the weights or the servers' answers are broken"
+            )
+
+    def _optimizer_step(self) -> float:
+        """Clip, step, and gather the updated parameters. Returns the gradient norm before clipping."""
+        updated, gradient_norm, _ = self.optimizer.step()
+        if not updated or not math.isfinite(gradient_norm):
+            raise TrainingError(f"step {self.version + 1}: gradient norm {gradient_norm}; these weights are not published")
+        return float(gradient_norm)
+
+    def _run(self, microbatches: list[Microbatch], loss_function, *, forward_only: bool):  # type: ignore[no-untyped-def]
+        return run_microbatches(
+            self.model.chunks, microbatches, self._head, loss_function, forward_only=forward_only
+        )
+
+    def _reduce(
+        self, local: tuple[Tensor, Tensor] | None, *, num_sums: int, num_maxima: int
+    ) -> tuple[list[float], list[float]]:
+        return reduce_statistics(
+            local,
+            num_sums=num_sums,
+            num_maxima=num_maxima,
+            data_group=self.model.groups.dp,
+            pipeline_group=self.model.groups.pp,
+            device=self._device,
+        )
