@@ -1,0 +1,66 @@
+"""One rollout server over HTTP."""
+
+from typing import Any
+
+import aiohttp
+
+from megatron_a3po.errors import RolloutError, RolloutServerDied
+from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
+
+KEEP_ALIVE_SECONDS = 2.0
+"""Below the server's own 5 s: a request on a connection that the server is closing would fail."""
+
+
+class SGLangClient:
+    """Calls of one SGLang server. Every failure is a RolloutError that holds the server's own words."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, timeout_seconds: float) -> None:
+        self.url = url.rstrip("/")
+        self.in_flight = 0
+        """Requests under way, for balancing."""
+        self._session = session
+        self._timeout_seconds = timeout_seconds
+
+    async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
+        self.in_flight += 1
+        try:
+            answer = await self.post("/generate", request)
+        finally:
+            self.in_flight -= 1
+        answers = answer if isinstance(answer, list) else [answer]
+        return [GenerateResponse.model_validate(item) for item in answers]
+
+    async def is_ready(self) -> bool:
+        try:
+            await self._call("GET", "/ready", None, timeout_seconds=5.0)
+        except RolloutError:
+            return False
+        return True
+
+    async def is_answering(self) -> bool:
+        """Also true while generation is paused, when `/health` may say otherwise."""
+        try:
+            await self._call("GET", "/model_info", None, timeout_seconds=10.0)
+        except RolloutError:
+            return False
+        return True
+
+    async def server_info(self) -> ServerInfo:
+        return ServerInfo.model_validate(await self._call("GET", "/server_info", None, timeout_seconds=30.0))
+
+    async def post(self, path: str, body: dict[str, Any], timeout_seconds: float | None = None) -> Any:
+        """The decoded answer of a POST. Raises RolloutError on any status but 200, RolloutServerDied without answer."""
+        return await self._call("POST", path, body, timeout_seconds or self._timeout_seconds)
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        try:
+            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise RolloutError(f"{self.url}{path} answered {response.status}: {text[:2000]}")
+                return await response.json() if "json" in response.content_type else text
+        except TimeoutError:
+            raise RolloutError(f"{self.url}{path} gave no answer within {timeout_seconds:g} s") from None
+        except aiohttp.ClientError as error:
+            raise RolloutServerDied(f"{self.url}{path}: connection lost ({error!r})") from None

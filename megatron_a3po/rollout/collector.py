@@ -1,0 +1,86 @@
+"""Keeps the rollout servers busy while the trainer trains, as far as the staleness budget allows."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from megatron_a3po.data.buffer import StalenessBuffer
+from megatron_a3po.types import Trajectory, TrajectoryGroup
+
+
+class RolloutCollector:
+    """Issues groups in order, collects them in any order, hands out batches in order. Lives in one event loop."""
+
+    def __init__(
+        self,
+        buffer: StalenessBuffer,
+        sample_group: Callable[[int], Awaitable[TrajectoryGroup]],
+        watch_servers: Callable[[], Awaitable[None]],
+        *,
+        max_concurrent_groups: int,
+    ) -> None:
+        self._buffer = buffer
+        self._sample_group = sample_group
+        self._watch_servers = watch_servers
+        self._slots = asyncio.Semaphore(max_concurrent_groups)
+        self._version_changed = asyncio.Event()
+        self._group_added = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._runner = asyncio.create_task(self._run())
+
+    def set_version(self, version: int) -> None:
+        self._buffer.set_version(version)
+        self._version_changed.set()
+
+    async def next_batch(self) -> list[Trajectory]:
+        """The next batch in issue order. Raises whatever ended the collection, instead of waiting for ever."""
+        while self._buffer.missing():
+            self._group_added.clear()
+            await self.or_failure(self._group_added.wait())
+        return self._buffer.take()
+
+    async def or_failure[T](self, work: Awaitable[T]) -> T:
+        """The result of `work`, or the failure that ends the collection, whichever comes first."""
+        assert self._runner is not None, "start() comes first"
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._runner}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._runner.result()
+            return await task
+        finally:
+            task.cancel()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.gather(self._runner, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_as_coroutine(self._watch_servers()))
+                while True:
+                    await self._slots.acquire()
+                    tasks.create_task(self._collect(await self._admit()))
+        except BaseExceptionGroup as group:
+            # The first failure is the cause; the others are its consequences in other tasks.
+            raise group.exceptions[0] from None
+
+    async def _admit(self) -> int:
+        while (group_id := self._buffer.admit()) is None:
+            self._version_changed.clear()
+            await self._version_changed.wait()
+        return group_id
+
+    async def _collect(self, group_id: int) -> None:
+        try:
+            self._buffer.add(await self._sample_group(group_id))
+        finally:
+            self._slots.release()
+        self._group_added.set()
+
+
+async def _as_coroutine(work: Awaitable[None]) -> None:
+    await work

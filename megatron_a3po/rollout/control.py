@@ -1,0 +1,81 @@
+"""What the weight publisher needs of the rollout servers, callable from the trainer's thread."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.protocol import ServerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class ServerControl:
+    """Control calls to every server at once. Each raises RolloutError on the first server that refuses.
+
+    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, resume.
+    """
+
+    pool: ServerPool
+    loop: EventLoopThread
+    servers: tuple[ServerInfo, ...]
+
+    @property
+    def urls(self) -> list[str]:
+        return [client.url for client in self.pool.clients]
+
+    @property
+    def group_world_size(self) -> int:
+        """The trainer's sender and every rank of every server."""
+        return 1 + sum(server.tp_size for server in self.servers)
+
+    def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> Future[Any]:
+        """Returns at once; the servers answer when all ranks have joined."""
+        offset, bodies = 1, []
+        for server in self.servers:
+            bodies.append(
+                {
+                    "master_address": address,
+                    "master_port": port,
+                    "rank_offset": offset,
+                    "world_size": self.group_world_size,
+                    "group_name": name,
+                    "backend": backend,
+                }
+            )
+            offset += server.tp_size
+        return self.loop.submit(self.pool.post_to_all("/init_weights_update_group", bodies, timeout_seconds))
+
+    def destroy_group(self, name: str) -> None:
+        self._post("/destroy_weights_update_group", {"group_name": name})
+
+    def pause(self) -> None:
+        """Running requests go back to the queue, keep their tokens, and go on with the new weights after `resume`."""
+        self._post("/pause_generation", {"mode": "retract"})
+
+    def begin(self) -> None:
+        self._post("/begin_weight_update", {})
+
+    def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[None]:
+        """Announce one bucket; the result comes when every server has received and loaded it."""
+        return self.loop.submit(self._update(body, timeout_seconds))
+
+    def end(self) -> None:
+        self._post("/end_weight_update", {})
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def checksums(self) -> list[Any]:
+        """Each server's checksum of its loaded weights, in the server's own form."""
+        return self.loop.run(self.pool.post_to_all("/weights_checker", {"action": "checksum"}))
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        self.loop.run(self.pool.post_to_all(path, body))
+
+    async def _update(self, body: dict[str, Any], timeout_seconds: float) -> None:
+        answers = await self.pool.post_to_all("/update_weights_from_distributed", body, timeout_seconds)
+        for url, answer in zip(self.urls, answers, strict=True):
+            if not (isinstance(answer, dict) and answer.get("success")):
+                raise RolloutError(f"{url} did not load a weight bucket: {answer}")

@@ -1,0 +1,96 @@
+"""SGLang's HTTP interface as data: what is sent, what comes back (SGLang 0.5.23, `/generate` and `/server_info`)."""
+
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.types import FinishReason, Trajectory
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class FinishReasonInfo(_Answer):
+    type: FinishReason
+    message: str | None = None
+
+
+class VersionSpan(_Answer):
+    """Output tokens [start, end) were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(_Answer):
+    # Metadata of a request that was aborted while queued lacks most keys, so all of them have a default.
+    finish_reason: FinishReasonInfo
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    weight_versions: list[VersionSpan] = []
+
+
+class GenerateResponse(_Answer):
+    output_ids: list[int] = []
+    meta_info: MetaInfo
+
+
+class ServerInfo(_Answer):
+    tp_size: int = 1
+    enable_priority_scheduling: bool = False
+    max_running_requests: int | None = None
+
+
+def generate_request(
+    token_ids: list[int] | list[list[int]],
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    priority: int,
+) -> dict[str, Any]:
+    """Body of `/generate`. A list of prompts gives a list of responses; so does `num_samples` above 1."""
+    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "n": num_samples}
+    return {"input_ids": token_ids, "sampling_params": sampling, "return_logprob": True, "priority": priority}
+
+
+def to_trajectory(
+    response: GenerateResponse, *, prompt_id: str, group_id: int, prompt_ids: tuple[int, ...], reward: float
+) -> Trajectory:
+    """Check that ids, log-probs and version spans cover the same tokens, and keep the server's own version labels.
+
+    Raises RolloutError.
+    """
+    meta, output_ids = response.meta_info, response.output_ids
+    logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
+    if [token for _, token, _ in meta.output_token_logprobs] != output_ids or None in logprobs:
+        raise RolloutError(
+            f"prompt {prompt_id}: the server's log-probs do not belong to its {len(output_ids)} output tokens"
+        )
+    return Trajectory(
+        prompt_id=prompt_id,
+        group_id=group_id,
+        token_ids=torch.tensor([*prompt_ids, *output_ids], dtype=torch.int64),
+        prompt_length=len(prompt_ids),
+        behaviour_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        weight_versions=torch.tensor(_versions(meta.weight_versions, len(output_ids), prompt_id), dtype=torch.int64),
+        reward=reward,
+        finish_reason=meta.finish_reason.type,
+    )
+
+
+def _versions(spans: list[VersionSpan], num_tokens: int, prompt_id: str) -> list[int]:
+    versions: list[int] = []
+    for span in spans:
+        if span.start != len(versions) or not span.version.isdigit():
+            raise RolloutError(
+                f"prompt {prompt_id}: weight version span {span} does not continue after token {len(versions)}; every "
+                "token must carry a published version"
+            )
+        versions += [int(span.version)] * (span.end - span.start)
+    if len(versions) != num_tokens:
+        raise RolloutError(f"prompt {prompt_id}: weight versions for {len(versions)} of {num_tokens} tokens")
+    return versions

@@ -1,0 +1,82 @@
+"""From prompts to scored trajectories."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_a3po.data.prompts import Prompt
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.protocol import GenerateResponse, generate_request, to_trajectory
+from megatron_a3po.rollout.rewards import exact_reward
+from megatron_a3po.runtime.logging import logger
+from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+
+URGENT = 1 << 40
+"""Priority of evaluation and checks, which the trainer waits for, over every group's `-group_id`."""
+_CHUNK = 64
+"""Prompts per request of an evaluation: large enough for one round trip to cost nothing, small enough to spread."""
+_ATTEMPTS = 3
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Sampler:
+    """Samples responses at one temperature and rewards them."""
+
+    def __init__(
+        self, pool: ServerPool, tokenizer: Decoder, *, group_size: int, max_new_tokens: int, temperature: float
+    ) -> None:
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._group_size = group_size
+        self._max_new_tokens = max_new_tokens
+        self._temperature = temperature
+
+    async def sample_group(self, prompt: Prompt, group_id: int) -> TrajectoryGroup:
+        """All responses of one group in one request. An aborted response makes the whole group be sampled again."""
+        for _ in range(_ATTEMPTS):
+            responses = await self._generate(list(prompt.token_ids), self._group_size, priority=-group_id)
+            if len(responses) != self._group_size:
+                raise RolloutError(f"prompt {prompt.prompt_id}: {len(responses)} of {self._group_size} responses")
+            aborted = next((r for r in responses if r.meta_info.finish_reason.type is FinishReason.ABORT), None)
+            if aborted is None:
+                trajectories = tuple(self._trajectory(prompt, group_id, response) for response in responses)
+                return TrajectoryGroup(group_id=group_id, trajectories=trajectories)
+            logger.warning("group %d was aborted (%s); again", group_id, aborted.meta_info.finish_reason.message)
+        raise RolloutError(f"prompt {prompt.prompt_id}: the server aborted it {_ATTEMPTS} times; see the server's log")
+
+    async def sample_each(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        """One response per prompt, before everything else that waits at the servers."""
+        chunks = [prompts[start : start + _CHUNK] for start in range(0, len(prompts), _CHUNK)]
+        answers = await asyncio.gather(
+            *(self._generate([list(prompt.token_ids) for prompt in chunk], 1, priority=URGENT) for chunk in chunks)
+        )
+        responses = [response for answer in answers for response in answer]
+        if len(responses) != len(prompts):
+            raise RolloutError(f"{len(responses)} responses to {len(prompts)} prompts")
+        return [self._trajectory(prompt, -1, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    async def _generate(
+        self, token_ids: list[int] | list[list[int]], num_samples: int, *, priority: int
+    ) -> list[GenerateResponse]:
+        request = generate_request(
+            token_ids,
+            num_samples=num_samples,
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._temperature,
+            priority=priority,
+        )
+        return await self._pool.generate(request)
+
+    def _trajectory(self, prompt: Prompt, group_id: int, response: GenerateResponse) -> Trajectory:
+        text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        return to_trajectory(
+            response,
+            prompt_id=prompt.prompt_id,
+            group_id=group_id,
+            prompt_ids=prompt.token_ids,
+            reward=exact_reward(prompt, text),
+        )

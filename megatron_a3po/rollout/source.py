@@ -1,0 +1,194 @@
+"""Rollouts as the training loop sees them: the same batch on every rank, whoever collected it."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import AutoTokenizer
+
+from megatron_a3po.config import RunConfig
+from megatron_a3po.data.buffer import StalenessBuffer, check_versions
+from megatron_a3po.data.ledger import Ledger
+from megatron_a3po.data.prompts import PromptSet, load_prompts
+from megatron_a3po.errors import DataError
+from megatron_a3po.parallel.broadcast import broadcast_trajectories
+from megatron_a3po.rollout.collector import RolloutCollector
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.sampler import Sampler
+from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.runtime.logging import logger
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.types import Trajectory
+
+
+class RolloutSource:
+    """On every rank; rank 0 owns prompts, servers, collector and ledger, the others receive. A context manager.
+
+    Entering starts a local server, if the config asks for one, without waiting for it.
+    """
+
+    def __init__(self, config: RunConfig, *, rank: int, timer: PhaseTimer) -> None:
+        self._config = config
+        self._timer = timer
+        self._stack = ExitStack()
+        self._version = 0
+        self._rank0 = _RankZero(config) if rank == 0 else None
+
+    def __enter__(self) -> Self:
+        if self._rank0 is not None:
+            self._stack.enter_context(self._rank0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def connect(self) -> ServerControl | None:
+        """Wait for the servers; what the publisher needs of them, on rank 0."""
+        return self._rank0.connect() if self._rank0 is not None else None
+
+    def set_version(self, version: int) -> None:
+        """Servers sample with this version from now on, and the next batch is trained at it. The first call, after
+        the first publication, starts the collection."""
+        self._version = version
+        if self._rank0 is not None:
+            self._rank0.set_version(version)
+
+    def next_batch(self) -> list[Trajectory]:
+        """The next batch in issue order, on every rank, with every token's age checked. Collective."""
+        with self._timer.phase("wait"):
+            batch = broadcast_trajectories(self._rank0.next_batch() if self._rank0 is not None else None)
+        for trajectory in batch:
+            check_versions(trajectory, self._version, self._config.max_staleness)
+        return batch
+
+    def sample_fresh(self, num_prompts: int) -> list[Trajectory]:
+        """Responses to held-out prompts, wholly by the present version, on every rank. Collective."""
+        with self._timer.phase("verify"):
+            return broadcast_trajectories(self._rank0.sample_held_out(num_prompts) if self._rank0 else None)
+
+    def evaluate(self) -> float:
+        """Sampled accuracy on all held-out prompts by the present version; 0 on ranks other than 0."""
+        if self._rank0 is None:
+            return 0.0
+        with self._timer.phase("evaluate"):
+            trajectories = self._rank0.sample_held_out(self._config.data.num_held_out)
+        return sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+
+    def ledger_counts(self) -> dict[str, Any]:
+        return self._rank0.ledger.counts() if self._rank0 is not None else {}
+
+
+class _RankZero:
+    """Everything that only rank 0 has."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self._prompts = _load_prompts(config, self._tokenizer)
+        self.ledger = Ledger()
+        self._stack = ExitStack()
+        self._started = False
+
+    def __enter__(self) -> Self:
+        config = self._config
+        urls, server = config.rollout.servers, None
+        if urls == "local":
+            log_file = config.run_dir / "logs" / "rollout_server.log"
+            server = self._stack.enter_context(LocalServer(config.model, log_file, config.rollout.server_arguments))
+            urls = [server.url]
+        self._loop = EventLoopThread()
+        self._stack.callback(self._loop.close)
+        self._loop.run(self._build(urls, server))
+        self._stack.callback(lambda: self._loop.run(self._close()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def connect(self) -> ServerControl:
+        rollout = self._config.rollout
+        infos = self._loop.run(self._pool.wait_ready(rollout.start_timeout_seconds))
+        self._loop.run(self._pool.reset())
+        for client, info in zip(self._pool.clients, infos, strict=True):
+            if not info.enable_priority_scheduling:
+                logger.warning(
+                    "%s runs without --enable-priority-scheduling: interrupted responses are overtaken by new ones, and "
+                    "evaluation waits behind training",
+                    client.url,
+                )
+        return ServerControl(pool=self._pool, loop=self._loop, servers=tuple(infos))
+
+    def set_version(self, version: int) -> None:
+        self._loop.run(self._set_version(version))
+
+    def next_batch(self) -> list[Trajectory]:
+        return self._loop.run(self._collector.next_batch())
+
+    def sample_held_out(self, num_prompts: int) -> list[Trajectory]:
+        prompts = self._prompts.held_out[:num_prompts]
+        return self._loop.run(self._collector.or_failure(self._sampler.sample_each(prompts)))
+
+    async def _build(self, urls: list[str], server: LocalServer | None) -> None:
+        config, rollout = self._config, self._config.rollout
+        self._pool = ServerPool(
+            urls,
+            timeout_seconds=rollout.request_timeout_seconds,
+            find_dead=server.describe_death if server is not None else lambda: None,
+        )
+        self._sampler = Sampler(
+            self._pool,
+            self._tokenizer,
+            group_size=rollout.group_size,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+        )
+        self._buffer = StalenessBuffer(
+            groups_per_batch=rollout.prompts_per_step,
+            max_staleness=config.max_staleness,
+            num_batches=config.num_steps,
+            ledger=self.ledger,
+        )
+        self._collector = RolloutCollector(
+            self._buffer,
+            lambda group_id: self._sampler.sample_group(self._prompts.training_prompt(group_id), group_id),
+            self._pool.watch,
+            max_concurrent_groups=rollout.max_concurrent_groups,
+        )
+
+    async def _set_version(self, version: int) -> None:
+        self._collector.set_version(version)
+        if not self._started:
+            self._started = True
+            self._collector.start()
+
+    async def _close(self) -> None:
+        await self._collector.stop()
+        self.ledger.drop_open("run_ended")
+        await self._pool.close()
+
+
+def _load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
+    data = config.data
+    prompts = load_prompts(
+        task=data.task,
+        task_options=data.task_options,
+        size=data.size,
+        seed=data.seed,
+        order_seed=config.seed,
+        prompt_pattern=data.prompt_pattern,
+        num_held_out=data.num_held_out,
+        tokenizer=tokenizer,
+    )
+    longest = max(len(prompt.token_ids) for prompt in prompts.held_out) + config.rollout.max_new_tokens
+    if longest > config.actor.microbatch_tokens:
+        raise DataError(
+            f"actor.microbatch_tokens = {config.actor.microbatch_tokens} holds no sequence of {longest} tokens (longest "
+            f"held-out prompt plus rollout.max_new_tokens); use at least {longest}"
+        )
+    return prompts
