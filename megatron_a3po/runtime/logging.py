@@ -1,0 +1,51 @@
+"""The user's screen and the log files: libraries write to the files, the run itself to both."""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger("megatron_a3po")
+
+
+def redirect_output(log_file: Path) -> TextIO:
+    """From now on everything that this process writes to stdout and stderr, C++ included, goes to `log_file`.
+
+    Returns the former stdout: the user's screen.
+    """
+    screen = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8", errors="replace")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file.open("a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return screen
+
+
+def configure_logging(screen: TextIO | None) -> None:
+    """The project's messages go to the log file (stderr) with time and level and, if given, to the screen as they are."""
+    to_file = logging.StreamHandler(sys.stderr)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(to_file)
+    if screen is not None:
+        logger.addHandler(logging.StreamHandler(screen))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+    """One step on one line: what a person watches."""
+    phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if "/" not in name)
+    accuracy = metrics.get("eval_accuracy")
+    return (
+        f"step {step:>{len(str(num_steps))}}/{num_steps} | version {metrics['weight_version']:.0f}"
+        f" | reward {metrics['reward_mean']:.3f}"
+        f" | held-out {'    -' if accuracy is None else f'{accuracy:.3f}'}"
+        f" | staleness {metrics['staleness_mean']:.2f} (max {metrics['staleness_max']:.0f})"
+        f" | clipped {metrics['clipped_share']:.1%}"
+        f" | {metrics['tokens_per_second']:,.0f} tokens/s"
+        f" | seconds: {phases}"
+    )

@@ -1,0 +1,71 @@
+"""One JSON line and one set of TensorBoard scalars per step."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_a3po.algorithm.advantage import Advantages
+from megatron_a3po.types import FinishReason, Trajectory
+
+
+def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: int) -> dict[str, float]:
+    """What rank 0 knows of a batch that was trained at `version`, before any loss."""
+    rewards = torch.tensor([trajectory.reward for trajectory in batch])
+    lengths = torch.tensor([trajectory.response_length for trajectory in batch], dtype=torch.float32)
+    versions = torch.cat([trajectory.weight_versions for trajectory in batch])
+    staleness, counts = torch.unique(version - versions, return_counts=True)
+    mixed = [trajectory.weight_versions.unique().numel() > 1 for trajectory in batch]
+    return {
+        "weight_version": version + 1,
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "zero_variance_groups": advantages.num_zero_variance_groups,
+        "response_length_mean": float(lengths.mean()),
+        "length_limit_share": sum(item.finish_reason is FinishReason.LENGTH for item in batch) / len(batch),
+        "mixed_version_share": sum(mixed) / len(batch),
+        **{
+            f"staleness_share/{age}": count / len(versions)
+            for age, count in zip(staleness.tolist(), counts.tolist(), strict=True)
+        },
+    }
+
+
+class MetricsWriter:
+    """Writes `metrics.jsonl` and `tensorboard/` in the run's folder; both are complete after every step."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # JSON has no NaN; null says "not defined here" in every reader.
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._tensorboard.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl`; a last line torn by a killed run is left out."""
+    return list(_rows(run_dir / "metrics.jsonl"))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number != len(lines) - 1:
+                raise

@@ -1,0 +1,95 @@
+"""What a run says about itself: a line per step, metrics, and at the end a summary and a report."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.runtime.logging import logger, progress_line
+from megatron_a3po.runtime.metrics import MetricsWriter, read_metrics
+from megatron_a3po.runtime.report import write_report
+from megatron_a3po.runtime.timing import PhaseTimer
+
+
+class RunRecorder:
+    """Use on rank 0; on other ranks every method does nothing."""
+
+    def __init__(self, run_dir: Path, *, num_steps: int, rank: int, timer: PhaseTimer) -> None:
+        self._run_dir = run_dir
+        self._num_steps = num_steps
+        self._timer = timer
+        self._writer = MetricsWriter(run_dir) if rank == 0 else None
+        self._start = time.perf_counter()
+        self._step_start = self._start
+
+    def message(self, text: str) -> None:
+        """Progress outside steps."""
+        if self._writer is not None:
+            logger.info("%6.1f s  %s", time.perf_counter() - self._start, text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step with the seconds of its phases; step 0 is the state before training."""
+        seconds, now = self._timer.take(), time.perf_counter()
+        elapsed, self._step_start = now - self._step_start, now
+        if self._writer is None:
+            return
+        row = dict(metrics)
+        row |= {"seconds": elapsed, "wall_seconds": now - self._start}
+        row |= {f"seconds/{name}": value for name, value in seconds.items()}
+        if step > 0:
+            row["tokens_per_second"] = metrics["loss_tokens"] / elapsed
+            logger.info("%s", progress_line(step, self._num_steps, row, seconds))
+        self._writer.write(step, row)
+
+    def finish(self, ledger: Mapping[str, Any]) -> None:
+        """Write `summary.json` and `report.html` and say where everything is."""
+        if self._writer is None:
+            return
+        self._writer.close()
+        rows = read_metrics(self._run_dir)
+        summary = summarize_run(rows, ledger, wall_seconds=time.perf_counter() - self._start)
+        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_report(self._run_dir)
+        logger.info(
+            "\nheld-out accuracy %.3f -> %.3f in %d steps, %.0f s\n"
+            "  learning curve   %s\n  summary          %s\n  metrics          %s\n"
+            "  TensorBoard      tensorboard --logdir %s\n  logs             %s",
+            *(summary["eval_accuracy_before"], summary["eval_accuracy_after"], summary["num_steps"]),
+            *(summary["wall_seconds"], self._run_dir / "report.html", self._run_dir / "summary.json"),
+            *(self._run_dir / "metrics.jsonl", self._run_dir / "tensorboard", self._run_dir / "logs"),
+        )
+
+
+def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall_seconds: float) -> dict[str, Any]:
+    """The figures by which a run is judged, from its metrics."""
+    steps = [row for row in rows if row["step"] > 0]
+    accuracies = [row["eval_accuracy"] for row in rows if row.get("eval_accuracy") is not None]
+    differences = [row["logprob_difference_max"] for row in rows if row.get("logprob_difference_max") is not None]
+    seconds = mean_seconds_by_phase(steps)
+    training = seconds.get("train", 0.0)
+    return {
+        "num_steps": len(steps),
+        "wall_seconds": wall_seconds,
+        "eval_accuracy_before": accuracies[0] if accuracies else None,
+        "eval_accuracy_after": accuracies[-1] if accuracies else None,
+        "max_staleness_seen": max((int(row["staleness_max"]) for row in steps), default=0),
+        "mean_staleness": _mean([row["staleness_mean"] for row in steps]),
+        "max_abs_logprob_difference": max(differences, default=None),
+        "proximal_share_of_training": _mean([row["proximal_seconds"] for row in steps]) / training if training else None,
+        "mean_seconds_by_phase": seconds,
+        "mean_tokens_per_second": _mean([row["tokens_per_second"] for row in steps]),
+        "ledger": dict(ledger),
+    }
+
+
+def mean_seconds_by_phase(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Per step, in order of first use; a phase that a step did not have counts as 0 there."""
+    names = dict.fromkeys(name for row in steps for name in row if name.startswith("seconds/"))
+    return {
+        name.removeprefix("seconds/"): sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
