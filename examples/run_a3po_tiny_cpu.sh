@@ -5,24 +5,25 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-config=configs/tiny_cpu.yaml
 bash tools/setup_environment.sh cpu
 source "${VENV:-.venv}/bin/activate"
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=1        # four ranks and a server share the cores
-export TORCHDYNAMO_DISABLE=1    # compiling Megatron's small fusions takes longer than the run
-unset PYTHONDONTWRITEBYTECODE   # every process would compile the libraries again
+unset PYTHONDONTWRITEBYTECODE   # else every process compiles the libraries again
 
-overrides=("$@")
-[[ " $*" == *" run_dir="* ]] || overrides+=("run_dir=runs/tiny_cpu/$(date +%Y%m%d-%H%M%S)")
 [[ " $*" == *" model="* ]] || python tools/make_tiny_model.py
-python -m megatron_a3po train --config "$config" --check-config "${overrides[@]}"
+command=(-m megatron_a3po train --config configs/tiny_cpu.yaml)
+[[ " $*" == *" run_dir="* ]] || set -- "$@" "run_dir=runs/tiny_cpu/$(date +%Y%m%d-%H%M%S)"
+run_dir=$(python "${command[@]}" --print-config "$@" | sed -n 's/^run_dir: //p')
 
-# torchrun's own words about a failure go to a file: the failed rank has said on the screen what happened.
-torchrun_log=$(mktemp)
-trap 'rm -f "$torchrun_log"' EXIT
+# torchrun's own words go to a file: the rank that failed says on the screen what happened.
+mkdir -p "$run_dir/logs"
+torchrun --standalone --nproc-per-node 4 "${command[@]}" "$@" 2>> "$run_dir/logs/torchrun.log" &
+trap 'kill -TERM $! 2> /dev/null' INT TERM HUP
 status=0
-torchrun --standalone --nproc-per-node 4 -m megatron_a3po train --config "$config" "${overrides[@]}" \
-  2> "$torchrun_log" || status=$?
-[ "$status" -eq 0 ] || { tail -n 40 "$torchrun_log" >&2; echo "the run failed with exit code $status" >&2; }
+wait $! || status=$?
+wait $! 2> /dev/null || status=$? # a signal ends the first wait before torchrun has ended
+if [ "$status" -ne 0 ]; then
+  echo "the run did not finish (exit code $status); how its ranks ended: $run_dir/logs/torchrun.log" >&2
+fi
 exit "$status"

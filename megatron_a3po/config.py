@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_a3po.config_checks import Mistake, find_mistakes
-from megatron_a3po.config_file import parse_overrides, read_yaml
+from megatron_a3po.config_file import parse_overrides, read_yaml, write_yaml
 from megatron_a3po.errors import ConfigError
 
 ProximalMethod = Literal["loglinear", "recompute"]
@@ -114,6 +113,9 @@ class EvaluationConfig(_Section):
     every_steps: Annotated[int, Field(ge=0)] = 10
     """Sample every held-out prompt each so many steps; 0: only before the first and after the last step."""
 
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return step == num_steps or (self.every_steps > 0 and step % self.every_steps == 0)
+
 
 class RunConfig(_Section):
     """One run. The decisions of an experiment stand first; sections hold the rest."""
@@ -157,7 +159,7 @@ def load_config(
         world_size = environment.get("WORLD_SIZE")
         wrong = {mistake.key for mistake in mistakes}
         found = find_mistakes(config, int(world_size) if world_size else None)
-        mistakes += [mistake for mistake in found if mistake.key not in wrong]
+        mistakes += [mistake for mistake in found if not mistake.follows_from(wrong)]
     if mistakes or config is None:
         lines = "".join(f"\n  {index}. {mistake}" for index, mistake in enumerate(mistakes, 1))
         raise ConfigError(f"{path}: {len(mistakes)} mistake{'s' * (len(mistakes) > 1)} in the configuration:{lines}")
@@ -166,7 +168,7 @@ def load_config(
 
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration with all defaults, in a form that `load_config` reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+    return write_yaml(config.model_dump(mode="json"))
 
 
 _STAND_INS: dict[str, Any] = {"model": ".", "run_dir": ".", "num_steps": 1, "data": {"task": "-"}}

@@ -21,10 +21,16 @@ class Mistake:
     value: Any
     problem: str
     remedy: str
+    also: tuple[str, ...] = ()
+    """The other keys whose values make this one wrong."""
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {self.value!r}"
         return f"{self.key}{shown}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+    def follows_from(self, wrong: set[str]) -> bool:
+        """Whether a key of this mistake, or the section of one, is among those that were wrong already."""
+        return any(f"{key}.".startswith(f"{other}.") for key in (self.key, *self.also) for other in wrong)
 
 
 def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
@@ -34,13 +40,16 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
 
 def _device(config: RunConfig) -> Iterator[Mistake]:
     if config.device == "cpu" and config.precision != "fp32":
-        yield Mistake("precision", config.precision, "not offered with `device: cpu`", "set `precision: fp32`")
+        yield Mistake(
+            "precision", config.precision, "not offered with `device: cpu`", "set `precision: fp32`", ("device",)
+        )
     if config.device == "cuda" and config.rollout.servers == "local":
         yield Mistake(
             "rollout.servers",
             "local",
             "a run starts its own server only with `device: cpu`",
             "start SGLang on other GPUs and give its address: `rollout.servers: [http://host:port]`",
+            ("device",),
         )
     if isinstance(config.rollout.servers, list):
         if not config.rollout.servers:
@@ -54,6 +63,7 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
             config.publish.max_logprob_difference,
             "nothing is compared while `publish.verify_prompts` is 0",
             "set `publish.verify_prompts` to a small number such as 4, or remove this key",
+            ("publish.verify_prompts",),
         )
 
 
@@ -65,6 +75,7 @@ def _layout(config: RunConfig, world_size: int | None) -> Iterator[Mistake]:
             config.actor.microbatch_tokens,
             f"not a multiple of parallel.tensor = {tensor}, which sequence parallelism needs",
             f"use {-(-config.actor.microbatch_tokens // tensor) * tensor}",
+            ("parallel.tensor",),
         )
     if world_size is None:
         return
@@ -74,6 +85,7 @@ def _layout(config: RunConfig, world_size: int | None) -> Iterator[Mistake]:
             f"tensor {tensor} x pipeline {pipeline}",
             f"{tensor * pipeline} ranks do not divide the {world_size} ranks that torchrun started",
             f"start torchrun with `--nproc-per-node {tensor * pipeline}` or change the layout",
+            ("parallel.tensor", "parallel.pipeline"),
         )
         return
     data = world_size // (tensor * pipeline)
@@ -84,6 +96,7 @@ def _layout(config: RunConfig, world_size: int | None) -> Iterator[Mistake]:
             config.rollout.prompts_per_step,
             f"{trajectories} trajectories per batch cannot feed {data} data-parallel ranks",
             "raise it, or start fewer ranks",
+            ("rollout.group_size", "parallel.tensor", "parallel.pipeline"),
         )
 
 
@@ -97,6 +110,9 @@ def _model(config: RunConfig) -> Iterator[Mistake]:
         return
     except (OSError, ValueError) as error:
         yield Mistake("model", str(folder), f"its config.json cannot be read ({error})", "copy the folder again")
+        return
+    if not isinstance(described, dict):
+        yield Mistake("model", str(folder), "its config.json does not describe a model", "copy the folder again")
         return
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / file).exists():
@@ -118,12 +134,13 @@ def _divisibility(config: RunConfig, described: dict[str, Any]) -> Iterator[Mist
         ("pipeline", config.parallel.pipeline, "num_hidden_layers", "layers"),
     ]
     for axis, ranks, field, what in divided:
-        count = described[field]
-        if count % ranks:
+        count = described.get(field)
+        if not isinstance(count, int):
+            yield Mistake("model", str(config.model), f"its config.json has no number {field}", "copy the folder again")
+        elif count % ranks:
             fitting = [divisor for divisor in range(1, count + 1) if count % divisor == 0 and divisor <= 64]
-            yield Mistake(
-                f"parallel.{axis}", ranks, f"does not divide the model's {count} {what}", f"use one of {fitting}"
-            )
+            problem = f"does not divide the model's {count} {what}"
+            yield Mistake(f"parallel.{axis}", ranks, problem, f"use one of {fitting}", ("model",))
     longest = described.get("max_position_embeddings")
     if longest is not None and config.rollout.max_new_tokens >= longest:
         yield Mistake(
@@ -131,4 +148,5 @@ def _divisibility(config: RunConfig, described: dict[str, Any]) -> Iterator[Mist
             config.rollout.max_new_tokens,
             f"the model's context is {longest} tokens, prompt included",
             f"use less than {longest}",
+            ("model",),
         )

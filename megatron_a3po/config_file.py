@@ -1,4 +1,4 @@
-"""Reading YAML files with `base:` inheritance, and `key=value` overrides, into one nested dictionary."""
+"""YAML files with `base:` inheritance and `key=value` overrides, read into one nested dictionary, and written."""
 
 import re
 from collections.abc import Sequence
@@ -15,10 +15,17 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 with two repairs: `2e-4` is a number, and a key given twice is an error instead of the last one."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: the text "2e-4" in quotes."""
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
+        if not isinstance(key, str):
+            problem = f"the key {key!r} is not text; put it in quotes, or all of a value like `{{{{ name }}}}`"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
         seen.add(key)
@@ -26,9 +33,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+$")
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Mistake]]:
@@ -72,12 +79,17 @@ def parse_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[Mi
         inner = values
         *sections, leaf = key.split(".")
         for section in sections:
-            inner = inner.setdefault(section, {}) if isinstance(inner, dict) else {}
+            inner = inner.setdefault(section, {}) if isinstance(inner, dict) else None
         if not isinstance(inner, dict):
             mistakes.append(Mistake(key, text, f"{'.'.join(sections)} is a value, not a section", "check the key"))
             continue
         inner[leaf] = value
     return mistakes
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """The text that `read_yaml` reads back as `values`."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from megatron_a3po.algorithm.loss import decoupled_ppo_loss
 from megatron_a3po.algorithm.proximal import proximal_logprobs
 from megatron_a3po.config import RunConfig
 from megatron_a3po.data.packing import assign_microbatches, pack
-from megatron_a3po.errors import TrainingError
+from megatron_a3po.errors import PublishError, TrainingError
 from megatron_a3po.parallel.reduce import reduce_statistics
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Microbatch, Trajectory
@@ -33,6 +33,7 @@ class PolicyActor:
         self.version = 0
         """Weight version: the number of optimizer steps so far."""
         self._proximal_seconds = 0.0
+        self._loss_options = config.algorithm.model_dump(exclude={"max_nonfinite_share"})
         self.model: PolicyModel = build_model(config.model, config.parallel, config.precision, seed=config.seed)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.model.chunks)
         self._head = PolicyHead(
@@ -58,16 +59,31 @@ class PolicyActor:
         self.version += 1
         return metrics | {"num_microbatches": len(microbatches), "learning_rate": self._config.optimizer.learning_rate}
 
-    def logprob_difference(self, trajectories: Sequence[Trajectory]) -> float:
+    def compare_logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Largest |trainer's log-prob - server's log-prob| over response tokens, which this version must have sampled.
 
-        Raises TrainingError for a token of another version: the comparison would mean nothing.
+        Raises PublishError for a token of another version, and for a difference over the configured limit. No
+        trajectories, no comparison.
         """
+        if not trajectories:
+            return {}
         for trajectory in trajectories:
             if bool((trajectory.weight_versions != self.version).any()):
-                raise TrainingError(
-                    f"a check at version {self.version} got a response of versions {trajectory.weight_versions.tolist()}"
+                versions = trajectory.weight_versions.unique().tolist()
+                raise PublishError(
+                    f"a server samples with versions {versions} after version {self.version} was published"
                 )
+        with self._timer.phase("verify"):
+            difference = self._logprob_difference(trajectories)
+        limit = self._config.publish.max_logprob_difference
+        if limit is not None and not difference <= limit:
+            raise PublishError(
+                f"version {self.version}: trainer and rollout server differ by {difference:.2e} in a token's log-prob, "
+                f"over publish.max_logprob_difference = {limit:.1e}: the server does not compute with what was published"
+            )
+        return {"logprob_difference_max": difference}
+
+    def _logprob_difference(self, trajectories: Sequence[Trajectory]) -> float:
         microbatches = self._microbatches(trajectories, torch.zeros(len(trajectories)))
 
         def difference(logprobs: Tensor, _entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -100,7 +116,9 @@ class PolicyActor:
         """Decoupled PPO's proximal policy: the weights at the start of the step, by a forward pass."""
         with self._counting_proximal_seconds():
             reports = self._run(
-                microbatches, lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()), forward_only=True
+                microbatches,
+                lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()),
+                forward_only=True,
             )
         # Only the last stage has them, and only the last stage computes the loss.
         return [
@@ -117,20 +135,19 @@ class PolicyActor:
     def _forward_backward(self, microbatches: list[Microbatch]) -> dict[str, float]:
         """Leaves the gradient of the batch in the model; returns the loss's diagnostics over the whole batch."""
         for chunk in self.model.chunks:
-            chunk.zero_grad_buffer()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         reports = self._run(microbatches, self._loss, forward_only=False)
         local = None
         if reports:
-            maxima = torch.stack([maxima for _, maxima in reports]).amax(0)
-            seconds = maxima.new_tensor([self._proximal_seconds])
-            local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([maxima, seconds])
-        sums, maxima = self._reduce(local, num_sums=len(SUMS) + 1, num_maxima=len(MAXIMA) + 1)
-        metrics = summarize(sums[:-1], maxima[:-1])
-        return metrics | {"entropy": sums[-1] / max(metrics["loss_tokens"], 1.0), "proximal_seconds": maxima[-1]}
+            largest = torch.stack([maxima for _, maxima in reports]).amax(0)
+            spent = largest.new_tensor([self._proximal_seconds])
+            local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([largest, spent])
+        (*sums, entropy), (*maxima, seconds) = self._reduce(local, num_sums=len(SUMS) + 1, num_maxima=len(MAXIMA) + 1)
+        metrics = summarize(sums, maxima)
+        return metrics | {"entropy": entropy / max(metrics["loss_tokens"], 1.0), "proximal_seconds": seconds}
 
     def _loss(self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        algorithm = self._config.algorithm
         staleness = self.version - microbatch.weight_versions
         proximal = microbatch.proximal_logprobs
         if proximal is None:
@@ -143,11 +160,7 @@ class PolicyActor:
             staleness,
             microbatch.advantages,
             microbatch.loss_mask,
-            clip_epsilon_low=algorithm.clip_epsilon_low,
-            clip_epsilon_high=algorithm.clip_epsilon_high,
-            dual_clip=algorithm.dual_clip,
-            weight_cap=algorithm.weight_cap,
-            weight_cap_mode=algorithm.weight_cap_mode,
+            **self._loss_options,
         )
         entropy_sum = torch.where(microbatch.loss_mask, entropy.detach().double(), 0.0).sum()
         return output.loss_sum, (torch.cat([output.sums, entropy_sum[None]]), output.maxima)
@@ -165,13 +178,13 @@ class PolicyActor:
         """Clip, step, and gather the updated parameters. Returns the gradient norm before clipping."""
         updated, gradient_norm, _ = self.optimizer.step()
         if not updated or not math.isfinite(gradient_norm):
-            raise TrainingError(f"step {self.version + 1}: gradient norm {gradient_norm}; these weights are not published")
+            raise TrainingError(
+                f"step {self.version + 1}: gradient norm {gradient_norm}; these weights are not published"
+            )
         return float(gradient_norm)
 
     def _run(self, microbatches: list[Microbatch], loss_function, *, forward_only: bool):  # type: ignore[no-untyped-def]
-        return run_microbatches(
-            self.model.chunks, microbatches, self._head, loss_function, forward_only=forward_only
-        )
+        return run_microbatches(self.model.chunks, microbatches, self._head, loss_function, forward_only=forward_only)
 
     def _reduce(
         self, local: tuple[Tensor, Tensor] | None, *, num_sums: int, num_maxima: int

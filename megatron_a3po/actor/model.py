@@ -58,9 +58,7 @@ def build_model(folder: Path, parallel: ParallelConfig, precision: Any, *, seed:
 
     model_config = get_model_config(chunks[0])
     model_config.finalize_model_grads_func = finalize_model_grads
-    return PolicyModel(
-        chunks=chunks, bridge=bridge, groups=groups, vocab_size=bridge.hf_pretrained.config.vocab_size
-    )
+    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=bridge.hf_pretrained.config.vocab_size)
 
 
 def _provider_settings(parallel: ParallelConfig, precision: Any) -> dict[str, Any]:

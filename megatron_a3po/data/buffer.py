@@ -48,7 +48,9 @@ class StalenessBuffer:
 
     def take(self) -> list[Trajectory]:
         """The next batch, complete, with the age of every token checked. Raises VersionError."""
-        batch = []
+        if missing := self.missing():
+            raise ValueError(f"batch {self._next_batch} cannot be taken: {missing} of its groups are not complete")
+        batch: list[Trajectory] = []
         for group_id in self._next_group_ids():
             group = self._ready.pop(group_id)
             self._ledger.consume(group_id)
@@ -64,7 +66,7 @@ class StalenessBuffer:
 
 
 def check_versions(trajectory: Trajectory, version: int, max_staleness: int) -> None:
-    """Raises VersionError unless every response token was sampled by a version in [version - max_staleness, version]."""
+    """Raises VersionError unless a version in [version - max_staleness, version] sampled each response token."""
     if trajectory.response_length == 0:
         raise VersionError(f"trajectory {trajectory.prompt_id}: empty response")
     oldest, newest = int(trajectory.weight_versions.min()), int(trajectory.weight_versions.max())

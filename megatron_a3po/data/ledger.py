@@ -32,12 +32,13 @@ class Ledger:
 
     def buffer(self, group_id: int) -> None:
         """The group's responses and rewards are complete."""
-        self._leave(group_id, _State.IN_FLIGHT, _State.BUFFERED)
+        self._require(group_id, _State.IN_FLIGHT, _State.BUFFERED)
         self._open[group_id] = _State.BUFFERED
 
     def consume(self, group_id: int) -> None:
         """The group is part of a training batch."""
-        self._leave(group_id, _State.BUFFERED, _State.CONSUMED)
+        self._require(group_id, _State.BUFFERED, _State.CONSUMED)
+        del self._open[group_id]
         self._consumed += 1
 
     def drop(self, group_id: int, reason: str) -> None:
@@ -63,7 +64,7 @@ class Ledger:
             "dropped_by_reason": dict(self._dropped),
         }
 
-    def _leave(self, group_id: int, expected: _State, following: _State) -> None:
-        state = self._open.pop(group_id, None)
+    def _require(self, group_id: int, expected: _State, following: _State) -> None:
+        state = self._open.get(group_id)
         if state is not expected:
             raise ValueError(f"group {group_id} cannot be {following.value}: it is {state or 'unknown or finished'}")

@@ -42,7 +42,9 @@ def _place(order: Sequence[int], lengths: Sequence[int], count: int, max_tokens:
     return bins
 
 
-def pack(trajectories: Sequence[Trajectory], advantages: Tensor, *, multiple_of: int, device: torch.device) -> Microbatch:
+def pack(
+    trajectories: Sequence[Trajectory], advantages: Tensor, *, multiple_of: int, device: torch.device
+) -> Microbatch:
     """One microbatch of these trajectories, padded to a multiple of `multiple_of` tokens (sequence parallelism).
 
     No trajectory gives a microbatch of padding only: a rank with less work still takes part in every collective.
@@ -62,7 +64,9 @@ def pack(trajectories: Sequence[Trajectory], advantages: Tensor, *, multiple_of:
     behaviour_logprobs = torch.zeros(total, dtype=torch.float32)
     weight_versions = torch.full((total,), -1, dtype=torch.int64)
     shifted_advantages = torch.zeros(total, dtype=torch.float32)
-    for trajectory, start, end, advantage in zip(trajectories, bounds, bounds[1:], advantages.tolist(), strict=False):
+    for trajectory, start, end, advantage in zip(
+        trajectories, bounds[:-1], bounds[1:], advantages.tolist(), strict=True
+    ):
         response = slice(end - trajectory.response_length, end)
         token_ids[start:end] = trajectory.token_ids[:-1]
         labels[start:end] = trajectory.token_ids[1:]

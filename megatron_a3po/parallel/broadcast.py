@@ -64,5 +64,12 @@ def _decode(header: Tensor, token_ids: Tensor, logprobs: Tensor, versions: Tenso
             reward=reward,
             finish_reason=FinishReason(finish_reason),
         )
-        for (prompt_id, group_id, _, prompt_length, reward, finish_reason), ids, behaviour_logprobs, weight_versions in parts
+        for (
+            prompt_id,
+            group_id,
+            _,
+            prompt_length,
+            reward,
+            finish_reason,
+        ), ids, behaviour_logprobs, weight_versions in parts
     ]

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of vocab-parallel logits. The vocabulary is never gathered: four floats per token and rank are."""
+"""Log-probs and entropy of vocab-parallel logits. Not the vocabulary is gathered, but four floats per token and rank."""
 
 import torch
 import torch.distributed as dist
@@ -42,27 +42,29 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         local = torch.empty(4, logits.shape[0], dtype=torch.float32, device=logits.device)
         for rows in _tiles(logits):
             z = _scaled(logits[rows], temperature, ctx.num_columns)
-            maximum = z.amax(-1)
-            exponentials = (z - maximum[:, None]).exp_()
-            local[0, rows] = maximum
-            local[1, rows] = exponentials.sum(-1)
-            local[2, rows] = exponentials.mul_(z).sum(-1)
             column, mine = _local_columns(labels[rows], first, logits.shape[-1])
             local[3, rows] = torch.where(mine, z.gather(-1, column[:, None])[:, 0], 0.0)
+            local[0, rows] = z.amax(-1)
+            z -= local[0, rows, None]
+            exponentials = z.exp()
+            local[1, rows] = exponentials.sum(-1)
+            local[2, rows] = exponentials.mul_(z).sum(-1)
         maximum, normaliser, weighted, label_logit = _merge(_all_gather(local, tp_group))
 
-        log_normaliser = maximum + normaliser.log()
+        # The maximum comes off the logits first and is never added to the normaliser: large ones would round it away.
+        log_normaliser = normaliser.log()
         entropy = log_normaliser - weighted / normaliser
-        ctx.save_for_backward(logits, labels, log_normaliser, entropy)
+        ctx.save_for_backward(logits, labels, maximum, log_normaliser, entropy)
         ctx.set_materialize_grads(False)
-        return label_logit - log_normaliser, entropy
+        return label_logit - maximum - log_normaliser, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
-        logits, labels, log_normaliser, entropy = ctx.saved_tensors
+        logits, labels, maximum, log_normaliser, entropy = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for rows in _tiles(logits):
             z = _scaled(logits[rows], ctx.temperature, ctx.num_columns)
+            z -= maximum[rows, None]
             z -= log_normaliser[rows, None]
             probabilities = z.exp()
             grad = torch.zeros_like(z)
@@ -106,8 +108,9 @@ def _all_gather(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _merge(gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maximum, sum of e^(z - maximum), the same weighted by z, and the label's z, over the whole vocabulary."""
+    """Maximum, sum of e^(z - maximum), the same sum weighted by z - maximum, and the label's z, over the vocabulary."""
     maxima, normalisers, weighted, label_logits = gathered.unbind(1)
     maximum = maxima.amax(0)
-    scale = (maxima - maximum).exp()
-    return maximum, (scale * normalisers).sum(0), (scale * weighted).sum(0), label_logits.sum(0)
+    shift = maxima - maximum
+    scale = shift.exp()
+    return maximum, (scale * normalisers).sum(0), (scale * (weighted + shift * normalisers)).sum(0), label_logits.sum(0)

@@ -5,7 +5,7 @@ from typing import Any
 import aiohttp
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
+from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, parse_answer
 
 KEEP_ALIVE_SECONDS = 2.0
 """Below the server's own 5 s: a request on a connection that the server is closing would fail."""
@@ -28,7 +28,7 @@ class SGLangClient:
         finally:
             self.in_flight -= 1
         answers = answer if isinstance(answer, list) else [answer]
-        return [GenerateResponse.model_validate(item) for item in answers]
+        return [parse_answer(GenerateResponse, item, f"{self.url}/generate") for item in answers]
 
     async def is_ready(self) -> bool:
         try:
@@ -46,7 +46,8 @@ class SGLangClient:
         return True
 
     async def server_info(self) -> ServerInfo:
-        return ServerInfo.model_validate(await self._call("GET", "/server_info", None, timeout_seconds=30.0))
+        answer = await self._call("GET", "/server_info", None, timeout_seconds=30.0)
+        return parse_answer(ServerInfo, answer, f"{self.url}/server_info")
 
     async def post(self, path: str, body: dict[str, Any], timeout_seconds: float | None = None) -> Any:
         """The decoded answer of a POST. Raises RolloutError on any status but 200, RolloutServerDied without answer."""
@@ -64,3 +65,5 @@ class SGLangClient:
             raise RolloutError(f"{self.url}{path} gave no answer within {timeout_seconds:g} s") from None
         except aiohttp.ClientError as error:
             raise RolloutServerDied(f"{self.url}{path}: connection lost ({error!r})") from None
+        except ValueError as error:
+            raise RolloutError(f"{self.url}{path} answered what cannot be decoded: {error}") from None

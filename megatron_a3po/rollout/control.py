@@ -7,7 +7,7 @@ from typing import Any
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import ServerInfo
+from megatron_a3po.rollout.protocol import ServerInfo, WeightChecksums, parse_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,9 @@ class ServerControl:
             offset += server.tp_size
         return self.loop.submit(self.pool.post_to_all("/init_weights_update_group", bodies, timeout_seconds))
 
-    def destroy_group(self, name: str) -> None:
-        self._post("/destroy_weights_update_group", {"group_name": name})
+    def destroy_group(self, name: str) -> Future[Any]:
+        """Returns at once: all ranks, the trainer's too, should leave together."""
+        return self.loop.submit(self.pool.post_to_all("/destroy_weights_update_group", {"group_name": name}))
 
     def pause(self) -> None:
         """Running requests go back to the queue, keep their tokens, and go on with the new weights after `resume`."""
@@ -67,9 +68,14 @@ class ServerControl:
     def resume(self) -> None:
         self._post("/continue_generation", {})
 
-    def checksums(self) -> list[Any]:
-        """Each server's checksum of its loaded weights, in the server's own form."""
-        return self.loop.run(self.pool.post_to_all("/weights_checker", {"action": "checksum"}))
+    def checksums(self) -> list[list[dict[str, str]]]:
+        """Of every server, of every rank: the checksums of the weights that it holds, by name."""
+        answers = self.loop.run(self.pool.post_to_all("/weights_checker", {"action": "checksum"}))
+        parsed = [
+            parse_answer(WeightChecksums, answer, f"{url}/weights_checker")
+            for url, answer in zip(self.urls, answers, strict=True)
+        ]
+        return [[rank.checksums for rank in server.ranks] for server in parsed]
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         self.loop.run(self.pool.post_to_all(path, body))

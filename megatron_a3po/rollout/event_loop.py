@@ -12,15 +12,25 @@ class EventLoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
     def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def run[T](self, work: Coroutine[Any, Any, T]) -> T:
-        return self.submit(work).result()
+    def run[T](self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        return self.submit(work).result(timeout_seconds)
 
     def close(self) -> None:
+        """Cancel what still runs. Later calls raise a RuntimeError."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()

@@ -16,6 +16,8 @@ _WATCH_SECONDS = 1.0
 _MISSED_ANSWERS = 5
 """So many failed looks in a row mean that a server is gone."""
 _ATTEMPTS = 3
+_RETRY_SECONDS = 1.0
+"""Before the second attempt; twice as long before the third."""
 
 
 class ServerPool:
@@ -46,8 +48,11 @@ class ServerPool:
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
         """Ask the least busy server; a lost connection is tried again, on another server if there is one."""
+        failed: SGLangClient | None = None
         for attempt in range(1, _ATTEMPTS + 1):
-            client = min(self.clients, key=lambda client: client.in_flight)
+            # A server that loses its connections at once is always the least busy one.
+            others = [client for client in self.clients if client is not failed]
+            client = min(others or self.clients, key=lambda client: client.in_flight)
             try:
                 return await client.generate(request)
             except RolloutServerDied as error:
@@ -55,7 +60,8 @@ class ServerPool:
                 if attempt == _ATTEMPTS:
                     raise
                 logger.warning("%s; trying again", error)
-                await asyncio.sleep(attempt)
+                failed = client
+                await asyncio.sleep(attempt * _RETRY_SECONDS)
         raise AssertionError("unreachable")
 
     async def post_to_all(
@@ -64,23 +70,18 @@ class ServerPool:
         """The same call (or one body per server) to every server at once; the first failure is raised."""
         if isinstance(bodies, dict):
             bodies = [bodies] * len(self.clients)
-        calls = (
-            client.post(path, body, timeout_seconds) for client, body in zip(self.clients, bodies, strict=True)
-        )
-        return list(await asyncio.gather(*calls))
+        calls = (client.post(path, body, timeout_seconds) for client, body in zip(self.clients, bodies, strict=True))
+        try:
+            return list(await asyncio.gather(*calls))
+        except RolloutServerDied:
+            # The end of a local process may show a moment after the end of its connections, and says more.
+            await asyncio.sleep(_RETRY_SECONDS)
+            self._raise_if_dead()
+            raise
 
     async def reset(self) -> None:
         """Undo what a run that died may have left at a server: an open update session, its group, a pause."""
-        for path, body in (
-            ("/end_weight_update", {}),
-            ("/destroy_weights_update_group", {"group_name": update_group_name(0)}),
-            ("/continue_generation", {}),
-        ):
-            try:
-                await self.post_to_all(path, body, timeout_seconds=10.0)
-            except RolloutError as error:
-                # 400 is the answer where there is nothing to undo.
-                logger.debug("reset: %s", error)
+        await asyncio.gather(*(_reset(client) for client in self.clients))
 
     async def watch(self) -> None:
         """Runs until a server is found dead; then raises RolloutServerDied."""
@@ -88,8 +89,9 @@ class ServerPool:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._raise_if_dead()
-            for client in self.clients:
-                missed[client] = 0 if await client.is_answering() else missed[client] + 1
+            answers = await asyncio.gather(*(client.is_answering() for client in self.clients))
+            for client, answering in zip(self.clients, answers, strict=True):
+                missed[client] = 0 if answering else missed[client] + 1
                 if missed[client] >= _MISSED_ANSWERS:
                     raise RolloutServerDied(f"{client.url}: nothing answers there any more; is the server running?")
 
@@ -100,3 +102,17 @@ class ServerPool:
         message = self._find_dead()
         if message is not None:
             raise RolloutServerDied(message)
+
+
+async def _reset(client: SGLangClient) -> None:
+    undo: list[tuple[str, dict[str, Any]]] = [
+        ("/end_weight_update", {}),
+        ("/destroy_weights_update_group", {"group_name": update_group_name(0)}),
+        ("/continue_generation", {}),
+    ]
+    for path, body in undo:
+        try:
+            await client.post(path, body, timeout_seconds=10.0)
+        except RolloutError as error:
+            # 400 is the answer where there is nothing to undo.
+            logger.debug("reset: %s", error)

@@ -1,9 +1,10 @@
-"""SGLang's HTTP interface as data: what is sent, what comes back (SGLang 0.5.23, `/generate` and `/server_info`)."""
+"""SGLang's HTTP interface as data: what is sent, what comes back (SGLang 0.5.23)."""
 
-from typing import Any
+import math
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.types import FinishReason, Trajectory
@@ -44,6 +45,25 @@ class ServerInfo(_Answer):
     max_running_requests: int | None = None
 
 
+class RankChecksums(_Answer):
+    checksums: dict[str, str]
+    """By the server's own names of its tensors"""
+
+
+class WeightChecksums(_Answer):
+    """Of `/weights_checker`. Where each rank runs (`parallelism_info`) is left out: it differs between servers."""
+
+    ranks: Annotated[list[RankChecksums], Field(min_length=1)]
+
+
+def parse_answer[Model: BaseModel](model: type[Model], answer: Any, source: str) -> Model:
+    """Raises RolloutError, which names the `source`."""
+    try:
+        return model.model_validate(answer)
+    except ValidationError as error:
+        raise RolloutError(f"{source} answered what is no {model.__name__}: {error}") from None
+
+
 def generate_request(
     token_ids: list[int] | list[list[int]],
     *,
@@ -66,9 +86,11 @@ def to_trajectory(
     """
     meta, output_ids = response.meta_info, response.output_ids
     logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
-    if [token for _, token, _ in meta.output_token_logprobs] != output_ids or None in logprobs:
+    usable = all(logprob is not None and math.isfinite(logprob) for logprob in logprobs)
+    if not usable or [token for _, token, _ in meta.output_token_logprobs] != output_ids:
         raise RolloutError(
-            f"prompt {prompt_id}: the server's log-probs do not belong to its {len(output_ids)} output tokens"
+            f"prompt {prompt_id}: the server's log-probs do not belong to its {len(output_ids)} output tokens, or are "
+            "not finite"
         )
     return Trajectory(
         prompt_id=prompt_id,
@@ -85,7 +107,7 @@ def to_trajectory(
 def _versions(spans: list[VersionSpan], num_tokens: int, prompt_id: str) -> list[int]:
     versions: list[int] = []
     for span in spans:
-        if span.start != len(versions) or not span.version.isdigit():
+        if span.start != len(versions) or span.end < span.start or not span.version.isdecimal():
             raise RolloutError(
                 f"prompt {prompt_id}: weight version span {span} does not continue after token {len(versions)}; every "
                 "token must carry a published version"

@@ -36,40 +36,39 @@ class Sampler:
         self._temperature = temperature
 
     async def sample_group(self, prompt: Prompt, group_id: int) -> TrajectoryGroup:
-        """All responses of one group in one request. An aborted response makes the whole group be sampled again."""
-        for _ in range(_ATTEMPTS):
-            responses = await self._generate(list(prompt.token_ids), self._group_size, priority=-group_id)
-            if len(responses) != self._group_size:
-                raise RolloutError(f"prompt {prompt.prompt_id}: {len(responses)} of {self._group_size} responses")
-            aborted = next((r for r in responses if r.meta_info.finish_reason.type is FinishReason.ABORT), None)
-            if aborted is None:
-                trajectories = tuple(self._trajectory(prompt, group_id, response) for response in responses)
-                return TrajectoryGroup(group_id=group_id, trajectories=trajectories)
-            logger.warning("group %d was aborted (%s); again", group_id, aborted.meta_info.finish_reason.message)
-        raise RolloutError(f"prompt {prompt.prompt_id}: the server aborted it {_ATTEMPTS} times; see the server's log")
+        """All responses of one group in one request."""
+        responses = await self._generate([prompt], self._group_size, priority=-group_id)
+        trajectories = tuple(self._trajectory(prompt, group_id, response) for response in responses)
+        return TrajectoryGroup(group_id=group_id, trajectories=trajectories)
 
     async def sample_each(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """One response per prompt, before everything else that waits at the servers."""
         chunks = [prompts[start : start + _CHUNK] for start in range(0, len(prompts), _CHUNK)]
-        answers = await asyncio.gather(
-            *(self._generate([list(prompt.token_ids) for prompt in chunk], 1, priority=URGENT) for chunk in chunks)
-        )
+        answers = await asyncio.gather(*(self._generate(chunk, 1, priority=URGENT) for chunk in chunks))
         responses = [response for answer in answers for response in answer]
-        if len(responses) != len(prompts):
-            raise RolloutError(f"{len(responses)} responses to {len(prompts)} prompts")
         return [self._trajectory(prompt, -1, response) for prompt, response in zip(prompts, responses, strict=True)]
 
-    async def _generate(
-        self, token_ids: list[int] | list[list[int]], num_samples: int, *, priority: int
-    ) -> list[GenerateResponse]:
+    async def _generate(self, prompts: Sequence[Prompt], num_samples: int, *, priority: int) -> list[GenerateResponse]:
+        """`num_samples` responses to one prompt, or one to each of several. If one was aborted, all are sampled again:
+        half a response is neither right nor wrong."""
+        token_ids = [list(prompt.token_ids) for prompt in prompts]
         request = generate_request(
-            token_ids,
+            token_ids if len(prompts) > 1 else token_ids[0],
             num_samples=num_samples,
             max_new_tokens=self._max_new_tokens,
             temperature=self._temperature,
             priority=priority,
         )
-        return await self._pool.generate(request)
+        name, expected = f"prompt {prompts[0].prompt_id}", len(prompts) * num_samples
+        for _ in range(_ATTEMPTS):
+            responses = await self._pool.generate(request)
+            if len(responses) != expected:
+                raise RolloutError(f"{name}: {len(responses)} of {expected} responses")
+            aborted = next((r for r in responses if r.meta_info.finish_reason.type is FinishReason.ABORT), None)
+            if aborted is None:
+                return responses
+            logger.warning("%s was aborted (%s); again", name, aborted.meta_info.finish_reason.message)
+        raise RolloutError(f"{name}: the server aborted it {_ATTEMPTS} times; see the server's log")
 
     def _trajectory(self, prompt: Prompt, group_id: int, response: GenerateResponse) -> Trajectory:
         text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)

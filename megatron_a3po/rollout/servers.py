@@ -5,29 +5,47 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 from megatron_a3po.cpu import rollout_server
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
 
+_END_SECONDS = 10.0
+"""A killed process may need so long, for example to give back the memory of a GPU."""
+
+
+def _sglang_command(model: Path, port: int, arguments: Sequence[str]) -> list[str]:
+    return [
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        "--enable-priority-scheduling",
+        *rollout_server.server_arguments(),
+        *arguments,
+    ]
+
+
 class LocalServer:
     """One SGLang process tree on this machine, without a GPU. Use as a context manager."""
 
-    def __init__(self, model: Path, log_file: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log_file: Path,
+        arguments: Sequence[str] = (),
+        *,
+        make_command: Callable[[Path, int, Sequence[str]], list[str]] = _sglang_command,
+    ) -> None:
         self.log_file = log_file
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._command = [
-            *(sys.executable, "-m", "sglang.launch_server"),
-            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
-            "--enable-priority-scheduling",
-            *rollout_server.server_arguments(),
-            *arguments,
-        ]
+        self._command = make_command(model, port, arguments)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -53,10 +71,12 @@ class LocalServer:
         assert self._process is not None
         # At SIGTERM SGLang takes seven seconds to drain; a server that is no longer needed has nothing to save. Its
         # schedulers share the session's process group, and may outlive a server that was killed by somebody else.
-        while _group_exists(self.process_id):
+        with suppress(ProcessLookupError):
             os.killpg(self.process_id, signal.SIGKILL)
-            self._process.poll()
-            time.sleep(0.05)
+        deadline = time.monotonic() + _END_SECONDS
+        while _group_runs(self.process_id) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._process.poll()
 
     @property
     def process_id(self) -> int:
@@ -72,12 +92,14 @@ class LocalServer:
         return f"the rollout server (process {self.process_id}) {how}; its log is {self.log_file}"
 
 
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group still runs. Not so one that has ended and that nobody collects, as in containers
+    whose first process is no init."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _die_with_parent() -> None:

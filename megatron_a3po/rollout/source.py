@@ -1,5 +1,7 @@
 """Rollouts as the training loop sees them: the same batch on every rank, whoever collected it."""
 
+import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +23,9 @@ from megatron_a3po.rollout.servers import LocalServer
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
+
+
+_CLOSE_SECONDS = 10.0
 
 
 class RolloutSource:
@@ -46,9 +51,9 @@ class RolloutSource:
     ) -> None:
         self._stack.close()
 
-    def connect(self) -> ServerControl | None:
-        """Wait for the servers; what the publisher needs of them, on rank 0."""
-        return self._rank0.connect() if self._rank0 is not None else None
+    def connect(self, say: Callable[[str], None]) -> ServerControl | None:
+        """Wait for the servers; what the publisher needs of them, on rank 0. `say` tells a person how it goes."""
+        return self._rank0.connect(say) if self._rank0 is not None else None
 
     def set_version(self, version: int) -> None:
         """Servers sample with this version from now on, and the next batch is trained at it. The first call, after
@@ -65,8 +70,11 @@ class RolloutSource:
             check_versions(trajectory, self._version, self._config.max_staleness)
         return batch
 
-    def sample_fresh(self, num_prompts: int) -> list[Trajectory]:
-        """Responses to held-out prompts, wholly by the present version, on every rank. Collective."""
+    def sample_fresh(self) -> list[Trajectory]:
+        """Responses to `publish.verify_prompts` held-out prompts by the present version, on every rank. Collective."""
+        num_prompts = self._config.publish.verify_prompts
+        if num_prompts == 0:
+            return []
         with self._timer.phase("verify"):
             return broadcast_trajectories(self._rank0.sample_held_out(num_prompts) if self._rank0 else None)
 
@@ -103,7 +111,8 @@ class _RankZero:
         self._loop = EventLoopThread()
         self._stack.callback(self._loop.close)
         self._loop.run(self._build(urls, server))
-        self._stack.callback(lambda: self._loop.run(self._close()))
+        # With a timeout: a reward function that hangs blocks the loop, and must not keep the run from ending.
+        self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
         return self
 
     def __exit__(
@@ -111,10 +120,12 @@ class _RankZero:
     ) -> None:
         self._stack.close()
 
-    def connect(self) -> ServerControl:
-        rollout = self._config.rollout
-        infos = self._loop.run(self._pool.wait_ready(rollout.start_timeout_seconds))
+    def connect(self, say: Callable[[str], None]) -> ServerControl:
+        urls = ", ".join(client.url for client in self._pool.clients)
+        say(f"waiting for the rollout server at {urls}")
+        infos = self._loop.run(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
         self._loop.run(self._pool.reset())
+        say("the rollout server is ready")
         for client, info in zip(self._pool.clients, infos, strict=True):
             if not info.enable_priority_scheduling:
                 logger.warning(
@@ -185,10 +196,29 @@ def _load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
         num_held_out=data.num_held_out,
         tokenizer=tokenizer,
     )
-    longest = max(len(prompt.token_ids) for prompt in prompts.held_out) + config.rollout.max_new_tokens
-    if longest > config.actor.microbatch_tokens:
-        raise DataError(
-            f"actor.microbatch_tokens = {config.actor.microbatch_tokens} holds no sequence of {longest} tokens (longest "
-            f"held-out prompt plus rollout.max_new_tokens); use at least {longest}"
-        )
+    _check_prompts(config, prompts)
     return prompts
+
+
+def _check_prompts(config: RunConfig, prompts: PromptSet) -> None:
+    """Every prompt must fit the model and the microbatches, before anything starts. Raises DataError."""
+    described = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
+    everything = [*prompts.held_out, *map(prompts.training_prompt, range(len(prompts)))]
+    longest = max(len(prompt.token_ids) for prompt in everything) + config.rollout.max_new_tokens
+    limits = {
+        "actor.microbatch_tokens": config.actor.microbatch_tokens,
+        "the model's max_position_embeddings": described.get("max_position_embeddings", longest),
+    }
+    for name, limit in limits.items():
+        if longest > limit:
+            raise DataError(
+                f"the longest prompt and rollout.max_new_tokens = {config.rollout.max_new_tokens} make {longest} tokens, "
+                f"over {name} = {limit}; lower rollout.max_new_tokens, raise the limit, or use shorter prompts"
+            )
+    # A server dies of an id outside its vocabulary.
+    largest = max(max(prompt.token_ids) for prompt in everything)
+    if largest >= described["vocab_size"]:
+        raise DataError(
+            f"the tokenizer gives id {largest}, but the model's vocabulary has {described['vocab_size']} entries: the "
+            f"tokenizer in {config.model} belongs to another model"
+        )

@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+# Opened here, since between fork and exec another thread's lock on the loader would never be released.
+_LIBC = ctypes.CDLL(None)
 
 
 class Interrupted(BaseException):
@@ -19,7 +21,7 @@ class Interrupted(BaseException):
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
     """Ask Linux to send this process a signal when its parent ends. Also usable between fork and exec."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
 
 def raise_on_signals() -> None:

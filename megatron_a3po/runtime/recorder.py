@@ -37,7 +37,9 @@ class RunRecorder:
         row = dict(metrics)
         row |= {"seconds": elapsed, "wall_seconds": now - self._start}
         row |= {f"seconds/{name}": value for name, value in seconds.items()}
-        if step > 0:
+        if step == 0:
+            self.message(f"version 0 is published; held-out accuracy before training {metrics['eval_accuracy']:.3f}")
+        else:
             row["tokens_per_second"] = metrics["loss_tokens"] / elapsed
             logger.info("%s", progress_line(step, self._num_steps, row, seconds))
         self._writer.write(step, row)
@@ -76,7 +78,9 @@ def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall
         "max_staleness_seen": max((int(row["staleness_max"]) for row in steps), default=0),
         "mean_staleness": _mean([row["staleness_mean"] for row in steps]),
         "max_abs_logprob_difference": max(differences, default=None),
-        "proximal_share_of_training": _mean([row["proximal_seconds"] for row in steps]) / training if training else None,
+        "proximal_share_of_training": _mean([row["proximal_seconds"] for row in steps]) / training
+        if training
+        else None,
         "mean_seconds_by_phase": seconds,
         "mean_tokens_per_second": _mean([row["tokens_per_second"] for row in steps]),
         "ledger": dict(ledger),
@@ -86,9 +90,7 @@ def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall
 def mean_seconds_by_phase(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Per step, in order of first use; a phase that a step did not have counts as 0 there."""
     names = dict.fromkeys(name for row in steps for name in row if name.startswith("seconds/"))
-    return {
-        name.removeprefix("seconds/"): sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names
-    }
+    return {name.removeprefix("seconds/"): sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names}
 
 
 def _mean(values: list[float]) -> float:

@@ -60,7 +60,7 @@ def _picture(rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], A
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
 
 

@@ -58,15 +58,17 @@ class UpdateGroup:
             store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=timeout))
             store.set_timeout(timeout)
             # Below dist.new_group, which knows only the default group's ranks: the servers are not among them.
-            self._group, _ = c10d._new_process_group_helper(
+            group, _ = c10d._new_process_group_helper(
                 world_size,
                 0,
                 [],
                 c10d.Backend(backend),
                 c10d.PrefixStore(self.name, store),
-                group_name=self.name,
+                group_name=c10d.GroupName(self.name),
                 timeout=timeout,
             )
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
             c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
             joined.result(timeout_seconds)
 

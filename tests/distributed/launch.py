@@ -1,13 +1,14 @@
 """Run one function on several processes as torch.distributed ranks, with a deadline."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from megatron_a3po.runtime.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,13 +71,6 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
         if time.monotonic() > deadline:
             return "; ".join(f"rank {rank} passed the deadline" for rank, code in enumerate(codes) if code is None)
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listened on a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _main() -> None:

@@ -1,0 +1,120 @@
+"""Starting whole runs as a user would, and looking at what they leave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    values = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    values.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process compiles the libraries again
+    return values
+
+
+def torchrun(*overrides: str, ranks: int = 4) -> list[str]:
+    program = ["-m", "megatron_a3po", "train", "--config", "configs/tiny_cpu.yaml", *overrides]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+
+
+@contextmanager
+def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a session of its own, with its output in `log`; whatever is left of it is killed at the end."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        for survivor in [*descendants(process.pid), process.pid]:
+            try:
+                os.kill(survivor, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.wait()
+
+
+def run_to_end(command: list[str], log: Path, timeout_seconds: float) -> tuple[int, str]:
+    """(exit code, all output)"""
+    with started(command, log) as process:
+        code = process.wait(timeout_seconds)
+    return code, log.read_text(errors="replace")
+
+
+def descendants(process_id: int) -> list[int]:
+    try:
+        return [child.pid for child in psutil.Process(process_id).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def alive(process_ids: list[int]) -> list[int]:
+    return [number for number in process_ids if psutil.pid_exists(number) and _status(number) != psutil.STATUS_ZOMBIE]
+
+
+def _status(process_id: int) -> str:
+    try:
+        return psutil.Process(process_id).status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
+def find_server(process_id: int) -> int | None:
+    """The SGLang server among a run's processes."""
+    for child in descendants(process_id):
+        try:
+            if "sglang.launch_server" in psutil.Process(child).cmdline():
+                return child
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return None
+
+
+def wait_until(
+    condition: Callable[[], Any], timeout_seconds: float, describe: Callable[[], str | None] = lambda: None
+) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s; {describe() or ''}"
+        assert describe() is None, describe()
+        time.sleep(0.2)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def get(url: str) -> tuple[int, str]:
+    """Status and body of a GET; status 0 without an answer."""
+    return _open(urllib.request.Request(url))
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    status, text = _open(request)
+    assert status == 200, f"{url}: {status} {text}"
+    return json.loads(text)
+
+
+def _open(request: urllib.request.Request) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except (OSError, urllib.error.URLError):
+        return 0, ""

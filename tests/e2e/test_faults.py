@@ -1,0 +1,70 @@
+"""What a run does when something is taken away from it. The server here is the run's own (`rollout.servers: local`)."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import alive, descendants, find_server, metrics, started, wait_until
+
+pytestmark = pytest.mark.e2e
+
+
+@contextmanager
+def run_in_full_swing(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The quickstart's own script, after its second step; all settings but the folders are the user's."""
+    log = tmp_path / "output.log"
+    command = ["bash", "examples/run_a3po_tiny_cpu.sh", f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    with started(command, log) as process:
+        wait_until(
+            lambda: len(metrics(tmp_path / "run")) > 2,
+            240.0,
+            lambda: f"the run ended:\n{log.read_text()}" if process.poll() is not None else None,
+        )
+        yield process, log
+
+
+def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
+    with run_in_full_swing(model, tmp_path) as (process, log):
+        everything = descendants(process.pid)
+        server = find_server(process.pid)
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        killed_at = time.monotonic()
+
+        assert process.wait(60.0) != 0
+        output = log.read_text()
+        assert f"the rollout server (process {server}) was killed by SIGKILL" in output
+        assert output.count("error on rank") == 1, output
+        assert str(tmp_path / "run" / "logs") in output
+        wait_until(lambda: not alive(everything), 60.0 - (time.monotonic() - killed_at))
+
+
+@pytest.mark.parametrize("whom", ["terminal", "rank 0", "rank 3"])
+def test_an_interrupted_run_leaves_no_process(model: Path, tmp_path: Path, whom: str) -> None:
+    with run_in_full_swing(model, tmp_path) as (process, log):
+        everything = descendants(process.pid)
+        if whom == "terminal":
+            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the whole foreground group
+        else:
+            os.kill(_rank(everything, whom.removeprefix("rank ")), signal.SIGKILL)
+
+        assert process.wait(60.0) != 0
+        wait_until(lambda: not alive(everything), 10.0)
+        if whom == "terminal":
+            assert "ended by SIG" in log.read_text()
+        assert "did not finish" in log.read_text()
+
+
+def _rank(process_ids: list[int], rank: str) -> int:
+    for number in process_ids:
+        variables = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{number}/cmdline").read_bytes()
+        if f"RANK={rank}".encode() in variables and b"megatron_a3po" in command:
+            return number
+    raise AssertionError(f"no rank {rank} among {process_ids}")
