@@ -1,14 +1,11 @@
 """Checks across keys, and of the configuration against the model folder and the ranks at hand. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron_a3po.config import RunConfig
+from megatron_a3po.config.schema import RunConfig
 
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM",)
 
