@@ -29,6 +29,15 @@ class Trajectory:
     reward: float
     finish_reason: FinishReason
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where the lengths do not belong together; nothing is broadcast or cut later."""
+        lengths = self.behaviour_logprobs.shape, self.weight_versions.shape
+        if self.prompt_length < 1 or lengths != ((self.response_length,), (self.response_length,)):
+            raise ValueError(
+                f"trajectory {self.prompt_id}: {self.token_ids.numel()} tokens, a prompt of {self.prompt_length}, but "
+                f"log-probs {tuple(lengths[0])} and weight versions {tuple(lengths[1])}"
+            )
+
     @property
     def response_length(self) -> int:
         return self.token_ids.numel() - self.prompt_length

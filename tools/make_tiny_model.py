@@ -44,7 +44,6 @@ DATA: dict[str, Any] = {
     "seed": 7,
     "prompt_pattern": r"Spell this word backward \(example: sun -> nus\): [a-z]{6}",
     "num_held_out": 512,
-    "order_seed": 0,
 }
 
 RECORD_FILE = "warm_start.json"

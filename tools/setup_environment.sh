@@ -166,6 +166,7 @@ explain_failure() { # from uv's last words: a line "error: ..." followed by "cau
   if grep -qE 'No space left|os error 28' "$log"; then
     fail "the disk is full ($log)." "free some, or point VENV and UV_CACHE_DIR at directories on a larger disk, and run again."
   elif grep -qiE 'sending request|dns|connect|timed out|timeout|certificate|tunnel' <<<"$words"; then
+    echo "$state_before" >"$state_file"   # uv fetches everything before it changes anything: an older environment still works
     fail "the package index cannot be reached: $cause ($log)." \
          "check the network; behind a proxy or with a mirror set HTTPS_PROXY, UV_DEFAULT_INDEX, SSL_CERT_FILE. Then run again: it resumes."
   fi
@@ -205,7 +206,7 @@ mode="$(choose_mode "${1:-}")"
 wanted="$(wanted_state)"
 up_to_date && exit 0
 
-mkdir -p "$(dirname "$venv")" 2>/dev/null && exec 9>>"$venv.lock" \
+{ mkdir -p "$(dirname "$venv")" && exec 9>>"$venv.lock"; } 2>/dev/null \
   || fail "cannot write to $(dirname "$venv")." "point VENV at a directory that you may write to."
 if ! flock -n 9; then
   say "another set-up of $venv is at work; waiting for it"
@@ -227,11 +228,13 @@ else
   check_disk "$venv" VENV
   check_disk "$cache" UV_CACHE_DIR
   say "building $venv ($mode): the first time about 3.5 GB of download, 7 GB of disk and 2 to 3 minutes"
-  find "$venv" -mindepth 1 -delete 2>/dev/null || true
+  mkdir -p "$venv"
+  echo building >"$state_file"
+  find "$venv" -mindepth 1 ! -path "$state_file" -delete
 fi
 install_uv
 configure_uv
-mkdir -p "$venv"
+state_before="$(state)"
 echo building >"$state_file"
 [ -x "$venv/bin/python" ] || make_venv
 install_packages

@@ -79,7 +79,7 @@ class PolicyActor:
         if limit is not None and not difference <= limit:
             raise PublishError(
                 f"version {self.version}: trainer and rollout server differ by {difference:.2e} in a token's log-prob, "
-                f"over publish.max_logprob_difference = {limit:.1e}: the server does not compute with what was published"
+                f"over publish.max_logprob_difference = {limit:.1e}: the server computes with other weights"
             )
         return {"logprob_difference_max": difference}
 

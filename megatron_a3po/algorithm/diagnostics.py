@@ -1,4 +1,4 @@
-"""What a training step says about its tokens: sums and maxima that add up over microbatches and ranks, and their names."""
+"""What a training step says about its tokens: named sums and maxima that combine over microbatches and ranks."""
 
 import math
 from collections.abc import Sequence
@@ -100,8 +100,8 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
 def summarize(sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
     """Readable metrics of one training step from the totals over all microbatches and data-parallel ranks.
 
-    KL(behaviour || target) as the estimators k1 = -log rho and k3 = rho - 1 - log rho, with rho = pi_target/pi_behaviour
-    on tokens of the behaviour policy; effective sample size of rho as a share of the tokens.
+    KL(behaviour || target) as the estimators k1 = -log rho and k3 = rho - 1 - log rho, where rho is
+    pi_target / pi_behaviour on tokens of the behaviour policy; effective sample size of rho as a share of the tokens.
     """
     total = dict(zip(SUMS, sums, strict=True))
     tokens = total["loss_tokens"]

@@ -26,7 +26,7 @@ def a3po_loss(
     weight_cap: float | None = None,
     weight_cap_mode: Literal["mask", "clamp"] = "mask",
 ) -> LossOutput:
-    """Decoupled PPO with the proximal policy p = stop_gradient(beta * b + (1 - beta) * theta), beta = 0 or 1 / staleness.
+    """Decoupled PPO around p = stop_gradient(beta * b + (1 - beta) * theta), where beta = 0 or 1 / staleness.
 
     Arguments and result as in `decoupled_ppo_loss`.
     """

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of vocab-parallel logits. Not the vocabulary is gathered, but four floats per token and rank."""
+"""Log-probs and entropy of vocab-parallel logits. What is gathered is four floats per token and rank."""
 
 import torch
 import torch.distributed as dist

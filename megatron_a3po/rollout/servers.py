@@ -16,7 +16,6 @@ import psutil
 from megatron_a3po.cpu import rollout_server
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
-
 _END_SECONDS = 10.0
 """A killed process may need so long, for example to give back the memory of a GPU."""
 

@@ -24,7 +24,6 @@ from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
 
-
 _CLOSE_SECONDS = 10.0
 
 
@@ -129,8 +128,8 @@ class _RankZero:
         for client, info in zip(self._pool.clients, infos, strict=True):
             if not info.enable_priority_scheduling:
                 logger.warning(
-                    "%s runs without --enable-priority-scheduling: interrupted responses are overtaken by new ones, and "
-                    "evaluation waits behind training",
+                    "%s runs without --enable-priority-scheduling: interrupted responses are overtaken by new ones, "
+                    "and evaluation waits behind training",
                     client.url,
                 )
         return ServerControl(pool=self._pool, loop=self._loop, servers=tuple(infos))
@@ -212,8 +211,8 @@ def _check_prompts(config: RunConfig, prompts: PromptSet) -> None:
     for name, limit in limits.items():
         if longest > limit:
             raise DataError(
-                f"the longest prompt and rollout.max_new_tokens = {config.rollout.max_new_tokens} make {longest} tokens, "
-                f"over {name} = {limit}; lower rollout.max_new_tokens, raise the limit, or use shorter prompts"
+                f"the longest prompt and rollout.max_new_tokens = {config.rollout.max_new_tokens} make {longest} "
+                f"tokens, over {name} = {limit}; lower rollout.max_new_tokens, raise the limit, or use shorter prompts"
             )
     # A server dies of an id outside its vocabulary.
     largest = max(max(prompt.token_ids) for prompt in everything)

@@ -26,7 +26,7 @@ def redirect_output(log_file: Path) -> TextIO:
 
 
 def configure_logging(screen: TextIO | None) -> None:
-    """The project's messages go to the log file (stderr) with time and level and, if given, to the screen as they are."""
+    """The project's messages go to the log file (stderr) with time and level, and as they are to the screen."""
     to_file = logging.StreamHandler(sys.stderr)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(to_file)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from megatron_a3po.config import PublishConfig
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.plan import Bucket, split_into_buckets
-from megatron_a3po.weights.transport import UpdateGroup, WeightReceivers
+from megatron_a3po.weights.transport import UpdateGroup, WeightReceivers, as_publish_error
 
 
 class WeightPublisher:
@@ -54,14 +54,15 @@ class WeightPublisher:
             with self._timer.phase("publish/gather"):
                 named_tensors = self._gather()
             if self._receivers is not None:
-                self._send(named_tensors, version)
+                with as_publish_error(f"version {version} was not published"):
+                    self._send(named_tensors, version)
 
     def _send(self, named_tensors: list[tuple[str, Tensor]], version: int) -> None:
         assert self._receivers is not None and self._group is not None
         buckets = split_into_buckets(named_tensors, self._config.bucket_bytes)
         tensors = dict(named_tensors)
-        if len(tensors) != len(named_tensors):
-            raise PublishError("a tensor is published twice; the model's names are broken")
+        if not tensors or len(tensors) != len(named_tensors):
+            raise PublishError("no tensor to publish, or one comes twice; the model's names are broken")
         with self._timer.phase("publish/pause"):
             self._receivers.pause()
         with self._timer.phase("publish/send"):
@@ -83,26 +84,21 @@ class WeightPublisher:
         assert self._receivers is not None
         if len(self._receivers.urls) < 2:
             return
-        first, *others = self._receivers.checksums()
-        for url, other in zip(self._receivers.urls[1:], others, strict=True):
-            if other != first:
+        first_of_size: dict[int, tuple[str, list[dict[str, str]]]] = {}
+        for url, ranks in zip(self._receivers.urls, self._receivers.checksums(), strict=True):
+            # Servers of another tensor-parallel size hold other shards.
+            first_url, first_ranks = first_of_size.setdefault(len(ranks), (url, ranks))
+            differing = {
+                name
+                for first, other in zip(first_ranks, ranks, strict=True)
+                for name in first.keys() | other.keys()
+                if first.get(name) != other.get(name)
+            }
+            if differing:
                 raise PublishError(
-                    f"version {version}: the weights of {url} differ from those of {self._receivers.urls[0]} "
-                    f"({_differing(first, other)})"
+                    f"version {version}: {url} and {first_url} hold different weights in {len(differing)} tensors, "
+                    f"such as {', '.join(sorted(differing)[:3])}"
                 )
-
-
-def _differing(first: Any, other: Any) -> str:
-    """A few of the entries in which two nested answers differ."""
-    if isinstance(first, dict) and isinstance(other, dict):
-        names = [name for name in first.keys() | other.keys() if first.get(name) != other.get(name)]
-        inner = next((first.get(name) for name in names if isinstance(first.get(name), dict | list)), None)
-        if inner is not None:
-            return _differing(inner, next(other.get(name) for name in names if first.get(name) is inner))
-        return ", ".join(sorted(names)[:5])
-    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
-        return next(_differing(a, b) for a, b in zip(first, other, strict=True) if a != b)
-    return f"{first!r} and {other!r}"
 
 
 def _flatten(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:

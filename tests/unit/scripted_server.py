@@ -1,0 +1,308 @@
+"""SGLang's endpoints with made-up tokens and with faults on demand. For fault injection only.
+
+Real servers are tested under tests/e2e; what is answered here was observed on SGLang 0.5.23.
+"""
+
+import asyncio
+import multiprocessing
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+from aiohttp import web
+
+Json = dict[str, Any]
+Action = Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
+"""What one call does instead of the usual."""
+
+DEADLINE_SECONDS = 30.0
+"""No receiver waits longer for anything."""
+
+
+class ScriptedServer:
+    """One server on a port of its own, from `async with` to its end. `script` says which calls go wrong, and how."""
+
+    def __init__(self, *, version: str = "default", receiver: "Receiver | None" = None) -> None:
+        self.version = version
+        """Label of the weights, changed by an update."""
+        self.receiver = receiver
+        """Who takes part in the weight-update group; None: groups and updates succeed without anything received."""
+        self.generation_seconds: Callable[[int], float] = lambda _: 0.0
+        """How long the k-th call of /generate takes, from 1."""
+        self.checksums: dict[str, str] = {"model.norm.weight": "00ff"}
+        self.parallelism = {"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "size": 1}
+        self.calls: list[tuple[str, Json]] = []
+        """Every POST in order of arrival, with its body."""
+        self.in_flight = 0
+        self.max_in_flight = 0
+        """Calls of /generate under way, now and at most."""
+        self._counts: Counter[str] = Counter()
+        self._script: dict[str, tuple[range, Action]] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+
+    async def __aenter__(self) -> Self:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        # A handler whose client has gone is cancelled, and the end does not wait for the handlers that still hang.
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    def script(self, path: str, action: Action, calls: range = range(1, 1_000_000)) -> None:
+        """The calls of `path` with these numbers, counted from 1 since the start, are answered by `action`."""
+        self._script[path] = (calls, action)
+
+    def paths(self) -> list[str]:
+        """The POSTs in order of arrival, without /generate."""
+        return [path for path, _ in self.calls if path != "/generate"]
+
+    def bodies(self, path: str) -> list[Json]:
+        return [body for called, body in self.calls if called == path]
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        body: Json = await request.json() if request.can_read_body else {}
+        self._counts[path] += 1
+        number = self._counts[path]
+        if request.method == "POST":
+            self.calls.append((path, body))
+        calls, action = self._script.get(path, (range(0), refuse(500, "")))
+        if number in calls:
+            return await action(request, body)
+        usual = getattr(self, "_" + path.strip("/"), None)
+        if usual is None:
+            return web.json_response({"error": {"message": f"{path}: unknown"}}, status=404)
+        answer: web.StreamResponse = await (usual(body, number) if path == "/generate" else usual(body))
+        return answer
+
+    async def _generate(self, body: Json, number: int) -> web.Response:
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        try:
+            prompts = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
+            sampling = body["sampling_params"]
+            first_version = self.version
+            await asyncio.sleep(self.generation_seconds(number))
+            await self._running.wait()
+            versions = [first_version, self.version]
+            answers = [
+                response(num_tokens=sampling["max_new_tokens"], versions=versions, seed=sum(prompt))
+                for prompt in prompts
+                for _ in range(sampling["n"])
+            ]
+            single = len(answers) == 1 and not isinstance(body["input_ids"][0], list)
+            return web.json_response(answers[0] if single else answers)
+        finally:
+            self.in_flight -= 1
+
+    async def _ready(self, _: Json) -> web.Response:
+        return web.Response(status=200 if self._running.is_set() else 503)
+
+    async def _model_info(self, _: Json) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _server_info(self, _: Json) -> web.Response:
+        return web.json_response({"tp_size": 1, "enable_priority_scheduling": True, "max_running_requests": 16})
+
+    async def _pause_generation(self, _: Json) -> web.Response:
+        self._running.clear()
+        return success()
+
+    async def _continue_generation(self, _: Json) -> web.Response:
+        self._running.set()
+        return success()
+
+    async def _begin_weight_update(self, _: Json) -> web.Response:
+        return success()
+
+    async def _end_weight_update(self, _: Json) -> web.Response:
+        return success()
+
+    async def _init_weights_update_group(self, body: Json) -> web.Response:
+        await self._receive("join", body)
+        return success()
+
+    async def _destroy_weights_update_group(self, body: Json) -> web.Response:
+        await self._receive("leave", body)
+        return success()
+
+    async def _update_weights_from_distributed(self, body: Json) -> web.Response:
+        await self._receive("receive", body)
+        self.version = body.get("weight_version", self.version)
+        return success()
+
+    async def _weights_checker(self, _: Json) -> web.Response:
+        rank = {"checksums": self.checksums, "per_gpu_checksum": "1234", "parallelism_info": self.parallelism}
+        answer = {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": "5678"}
+        return web.json_response(answer)
+
+    async def _receive(self, command: str, body: Json) -> None:
+        if self.receiver is not None:
+            await asyncio.to_thread(self.receiver.call, command, body)
+
+
+def success() -> web.Response:
+    return web.json_response({"success": True, "message": "Succeeded."})
+
+
+def response(*, num_tokens: int, versions: list[str], finish_reason: str = "length", seed: int = 0) -> Json:
+    """One response as /generate gives it: all tokens by one version, or the first half by an older one."""
+    ids = [(seed + position) % 50 + 1 for position in range(num_tokens)]
+    half = num_tokens // 2 if len(set(versions)) > 1 else 0
+    spans = [(versions[0], 0, half), (versions[-1], half, num_tokens)]
+    return {
+        "text": "",
+        "output_ids": ids,
+        "meta_info": {
+            "id": "made-up",
+            "finish_reason": {"type": finish_reason, "length": num_tokens},
+            "prompt_tokens": 3,
+            "completion_tokens": num_tokens,
+            "weight_version": versions[-1],
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in spans if end > start],
+        },
+    }
+
+
+def refuse(status: int, message: str) -> Action:
+    async def action(_: web.Request, __: Json) -> web.StreamResponse:
+        return web.json_response({"success": False, "message": message}, status=status)
+
+    return action
+
+
+def answer(content: Any) -> Action:
+    async def action(_: web.Request, __: Json) -> web.StreamResponse:
+        return web.json_response(content)
+
+    return action
+
+
+def answer_text(content: str, content_type: str) -> Action:
+    async def action(_: web.Request, __: Json) -> web.StreamResponse:
+        return web.Response(text=content, content_type=content_type)
+
+    return action
+
+
+async def close_connection(request: web.Request, _: Json) -> web.StreamResponse:
+    """The client sees the connection end without an answer, as when the server's process is killed."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def hang(_: web.Request, __: Json) -> web.StreamResponse:
+    await asyncio.sleep(DEADLINE_SECONDS)
+    return web.Response(status=500)
+
+
+def after(seconds: float, action: Action) -> Action:
+    async def delayed(request: web.Request, body: Json) -> web.StreamResponse:
+        await asyncio.sleep(seconds)
+        return await action(request, body)
+
+    return delayed
+
+
+class Receiver:
+    """A process that joins weight-update groups as a server's only rank and keeps every buffer it receives."""
+
+    def __init__(self, process: Any, pipe: "Connection[Any, Any]") -> None:
+        self._process = process
+        self._pipe = pipe
+        self.buffers: list[bytes] = []
+
+    def call(self, command: str, body: Json) -> None:
+        self._pipe.send((command, body))
+        if not self._pipe.poll(DEADLINE_SECONDS):
+            raise TimeoutError(f"receiver: {command} did not end")
+        result = self._pipe.recv()
+        if isinstance(result, bytes):
+            self.buffers.append(result)
+        elif result is not None:
+            raise RuntimeError(result)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(5.0)
+
+
+@contextmanager
+def start_receiver() -> Iterator[Receiver]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receiver_main, args=(theirs,), daemon=True)
+    process.start()
+    receiver = Receiver(process, ours)
+    try:
+        receiver.call("start", {})
+        yield receiver
+    finally:
+        receiver.kill()
+
+
+def _receiver_main(pipe: "Connection[Any, Any]") -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    timeout = timedelta(seconds=DEADLINE_SECONDS)
+    groups: dict[str, Any] = {}
+
+    def join(body: Json) -> None:
+        # The steps of SGLang's init_custom_process_group.
+        name, rank, world_size = body["group_name"], body["rank_offset"], body["world_size"]
+        address = f"tcp://{body['master_address']}:{body['master_port']}"
+        store, _, _ = next(c10d.rendezvous(address, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        groups[name], _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            c10d.Backend(body["backend"]),
+            c10d.PrefixStore(name, store),
+            group_name=name,
+            timeout=timeout,
+        )
+        c10d._world.pg_group_ranks[groups[name]] = {rank: rank for rank in range(world_size)}
+
+    def receive(body: Json) -> bytes:
+        sizes = [
+            torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
+        ]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=groups[body["group_name"]])
+        return buffer.numpy().tobytes()
+
+    def leave(body: Json) -> None:
+        dist.destroy_process_group(groups.pop(body["group_name"]))
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    commands: dict[str, Callable[[Json], bytes | None]] = {
+        "start": lambda _: None,
+        "join": join,
+        "receive": receive,
+        "leave": leave,
+    }
+    while True:
+        try:
+            command, body = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(commands[command](body))
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")

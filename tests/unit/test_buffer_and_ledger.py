@@ -1,0 +1,236 @@
+"""No group is lost or used twice, and no token is trained on that is too old."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_a3po.data.buffer import StalenessBuffer, check_versions
+from megatron_a3po.data.ledger import Ledger
+from megatron_a3po.errors import VersionError
+from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+
+seeded = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def new_buffer(groups: int = 3, staleness: int = 2, batches: int = 5) -> tuple[StalenessBuffer, Ledger]:
+    ledger = Ledger()
+    return StalenessBuffer(groups_per_batch=groups, max_staleness=staleness, num_batches=batches, ledger=ledger), ledger
+
+
+def trajectory(versions: Sequence[int], group_id: int = 0) -> Trajectory:
+    return Trajectory(
+        prompt_id="spell/7/3",
+        group_id=group_id,
+        token_ids=torch.arange(2 + len(versions)),
+        prompt_length=2,
+        behaviour_logprobs=torch.zeros(len(versions)),
+        weight_versions=torch.tensor(versions, dtype=torch.int64),
+        reward=1.0,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def group(group_id: int, versions: Sequence[int]) -> TrajectoryGroup:
+    return TrajectoryGroup(group_id=group_id, trajectories=(trajectory(versions, group_id),) * 2)
+
+
+def admit_all(buffer: StalenessBuffer) -> list[int]:
+    admitted = []
+    while (group_id := buffer.admit()) is not None:
+        admitted.append(group_id)
+    return admitted
+
+
+def assert_balanced(ledger: Ledger) -> None:
+    counts: dict[str, Any] = ledger.counts()
+    assert counts["dropped"] == sum(counts["dropped_by_reason"].values())
+    assert counts["issued"] == counts["consumed"] + counts["dropped"] + counts["buffered"] + counts["in_flight"]
+
+
+@pytest.mark.parametrize("version", [0, 7, 1000])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_admission_stops_where_a_group_could_become_too_old(version: int, staleness: int) -> None:
+    buffer, _ = new_buffer(groups=3, staleness=staleness, batches=5000)
+    buffer.set_version(version)
+
+    assert admit_all(buffer) == list(range(3 * (version + staleness + 1)))
+    buffer.set_version(version + 1)
+    assert len(admit_all(buffer)) == 3
+
+
+@pytest.mark.parametrize("batches", [1, 2, 8])
+def test_a_run_issues_no_group_that_it_will_not_train_on(batches: int) -> None:
+    buffer, ledger = new_buffer(groups=4, batches=batches)
+    buffer.set_version(1000)
+
+    assert admit_all(buffer) == list(range(4 * batches))
+    assert ledger.issued == 4 * batches
+
+
+@seeded
+@given(
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(1, 5),
+    st.integers(1, 30),
+    st.integers(0, 2**32),
+)
+def test_in_whatever_order_groups_complete_no_token_is_over_the_cap_and_batches_come_in_order(
+    groups: int, staleness: int, batches: int, slots: int, seed: int
+) -> None:
+    """Responses grow over publications, and lose all their tokens when the server retracts them."""
+    buffer, ledger = new_buffer(groups, staleness, batches)
+    random = Random(seed)
+    in_flight: dict[int, list[int]] = {}
+    consumed: list[int] = []
+    oldest = 0
+    for _ in range(100_000):
+        if len(in_flight) < slots and (group_id := buffer.admit()) is not None:
+            in_flight[group_id] = []
+        elif in_flight and random.random() < 0.8:
+            group_id = random.choice(list(in_flight))
+            in_flight[group_id].append(buffer.version)
+            if random.random() < 0.2:
+                in_flight[group_id] = [buffer.version]
+            elif random.random() < 0.3:
+                buffer.add(group(group_id, in_flight.pop(group_id)))
+        elif buffer.missing() == 0:
+            batch = buffer.take()
+            oldest = max(oldest, *(buffer.version - int(item.weight_versions.min()) for item in batch))
+            consumed += [item.group_id for item in batch[::2]]
+            buffer.set_version(buffer.version + 1)
+        assert_balanced(ledger)
+        if len(consumed) == groups * batches:
+            break
+
+    assert consumed == list(range(groups * batches))
+    assert oldest <= staleness
+    assert ledger.issued == groups * batches and admit_all(buffer) == []
+
+
+def test_a_batch_needs_exactly_its_own_groups_however_many_later_ones_wait() -> None:
+    buffer, ledger = new_buffer(groups=2, staleness=2)
+    for group_id in admit_all(buffer)[::-1]:
+        if group_id != 1:
+            buffer.add(group(group_id, [0]))
+
+    assert buffer.missing() == 1
+    refuse(buffer.take, ledger, "batch 0 cannot be taken: 1 of its groups")
+    buffer.add(group(1, [0]))
+    assert buffer.missing() == 0
+    assert [item.group_id for item in buffer.take()] == [0, 0, 1, 1]
+
+
+def test_the_age_is_checked_when_a_batch_is_taken() -> None:
+    buffer, _ = new_buffer(groups=1, staleness=1)
+    for group_id in admit_all(buffer):
+        buffer.add(group(group_id, [0]))
+    buffer.set_version(2)  # a trainer that skipped a batch
+
+    with pytest.raises(VersionError, match=r"version 0 at version 2, over max_staleness=1"):
+        buffer.take()
+
+
+def test_the_version_never_goes_back() -> None:
+    buffer, _ = new_buffer()
+    buffer.set_version(4)
+    buffer.set_version(4)
+
+    with pytest.raises(VersionError, match="from 4 to 3"):
+        buffer.set_version(3)
+    assert buffer.version == 4
+
+
+def test_a_version_span_at_both_ends_of_the_window_is_accepted() -> None:
+    check_versions(trajectory([5, 6, 7]), version=7, max_staleness=2)
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        ([7, -1, 7], "without a weight version"),
+        ([7, 8], "of version 8, but the trainer is at 7"),
+        ([4, 7], r"of version 4 at version 7, over max_staleness=2"),
+        ([], "empty response"),
+    ],
+)
+def test_unknown_future_too_old_and_missing_versions_are_errors_that_name_the_trajectory(
+    versions: list[int], message: str
+) -> None:
+    with pytest.raises(VersionError, match=message) as error:
+        check_versions(trajectory(versions), version=7, max_staleness=2)
+    assert "spell/7/3" in str(error.value)
+
+
+def refuse(operation: Callable[[], object], ledger: Ledger, message: str) -> None:
+    before = ledger.counts()
+    with pytest.raises(ValueError, match=message):
+        operation()
+    assert ledger.counts() == before, "a refused operation must leave the books as they are"
+
+
+def test_the_ledger_refuses_every_step_that_skips_or_repeats_one() -> None:
+    ledger = Ledger()
+    first, second = ledger.issue(), ledger.issue()
+    assert (first, second, ledger.issued) == (0, 1, 2)
+
+    refuse(lambda: ledger.consume(first), ledger, "group 0 cannot be consumed: it is in_flight")
+    ledger.buffer(first)
+    refuse(lambda: ledger.buffer(first), ledger, "group 0 cannot be buffered: it is buffered")
+    ledger.consume(first)
+    refuse(lambda: ledger.consume(first), ledger, "group 0 cannot be consumed")
+    refuse(lambda: ledger.buffer(first), ledger, "group 0 cannot be buffered")
+    refuse(lambda: ledger.drop(first, "late"), ledger, r"group 0 cannot be dropped \(late\)")
+    ledger.drop(second, "failed")
+    refuse(lambda: ledger.drop(second, "failed"), ledger, "group 1 cannot be dropped")
+    refuse(lambda: ledger.buffer(99), ledger, "group 99 cannot be buffered: it is unknown")
+    assert ledger.counts() == {
+        "issued": 2,
+        "consumed": 1,
+        "dropped": 1,
+        "in_flight": 0,
+        "buffered": 0,
+        "dropped_by_reason": {"failed": 1},
+    }
+
+
+@seeded
+@given(st.lists(st.tuples(st.sampled_from(["issue", "buffer", "consume", "drop"]), st.integers(0, 8)), max_size=60))
+def test_the_books_balance_after_every_operation_also_a_refused_one(operations: list[tuple[str, int]]) -> None:
+    ledger = Ledger()
+    states: dict[int, str] = {}
+    needs = {"buffer": ["in_flight"], "consume": ["buffered"], "drop": ["in_flight", "buffered"]}
+    leads = {"buffer": "buffered", "consume": "consumed", "drop": "dropped"}
+    for name, group_id in operations:
+        if name == "issue":
+            states[ledger.issue()] = "in_flight"
+        else:
+            arguments = (group_id, "why") if name == "drop" else (group_id,)
+            if states.get(group_id) in needs[name]:
+                getattr(ledger, name)(*arguments)
+                states[group_id] = leads[name]
+            else:
+                refuse(lambda: getattr(ledger, name)(*arguments), ledger, "cannot be")  # noqa: B023
+        assert_balanced(ledger)
+        counts = ledger.counts()
+        for state in ("in_flight", "buffered", "consumed", "dropped"):
+            assert counts[state] == list(states.values()).count(state)
+
+
+def test_closing_the_books_drops_what_is_open_with_the_reason_and_nothing_else() -> None:
+    ledger = Ledger()
+    for _ in range(4):
+        ledger.issue()
+    ledger.buffer(0)
+    ledger.consume(0)
+    ledger.buffer(1)
+    ledger.drop(3, "aborted")
+    ledger.drop_open("run_ended")
+
+    assert ledger.counts()["dropped_by_reason"] == {"aborted": 1, "run_ended": 2}
+    assert_balanced(ledger)

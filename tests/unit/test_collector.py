@@ -1,0 +1,350 @@
+"""Collection against a server that misbehaves: order, age and accounts are right, and nothing waits for ever."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from megatron_a3po.data.buffer import StalenessBuffer
+from megatron_a3po.data.ledger import Ledger
+from megatron_a3po.data.prompts import Prompt
+from megatron_a3po.errors import RolloutError, RolloutServerDied, VersionError
+from megatron_a3po.rollout import pool as pool_module
+from megatron_a3po.rollout.collector import RolloutCollector
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.sampler import Sampler
+from megatron_a3po.types import Trajectory
+from tests.unit.scripted_server import ScriptedServer, answer, close_connection, hang, refuse, response
+
+GROUPS_PER_BATCH, GROUP_SIZE, MAX_STALENESS, NUM_BATCHES, MAX_CONCURRENT = 3, 2, 2, 8, 5
+
+
+class Digits:
+    """Decodes a token as its number."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+@dataclass
+class Rollouts:
+    """The real parts of a run's rollout side, wired as in a run."""
+
+    server: ScriptedServer
+    pool: ServerPool
+    sampler: Sampler
+    ledger: Ledger
+    buffer: StalenessBuffer
+    collector: RolloutCollector
+    death: list[str]
+    """A message here means that the local process has ended."""
+
+    def publish(self, version: int) -> None:
+        self.server.version = str(version)
+        self.collector.set_version(version)
+
+    async def next_batch(self) -> list[Trajectory]:
+        batch = await asyncio.wait_for(self.collector.next_batch(), 5.0)
+        self.check_ledger()
+        return batch
+
+    def check_ledger(self) -> dict[str, Any]:
+        counts: dict[str, Any] = self.ledger.counts()
+        closed = counts["consumed"] + counts["dropped"]
+        assert counts["issued"] == closed + counts["in_flight"] + counts["buffered"], counts
+        return counts
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline, "the deadline passed"
+        await asyncio.sleep(0.01)
+
+
+def prompt(group_id: int) -> Prompt:
+    return Prompt(prompt_id=f"task/0/{group_id}", token_ids=(1, group_id + 2), score=lambda text: 1.0)
+
+
+@pytest_asyncio.fixture
+async def rollouts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollouts]:
+    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.01)
+    async with ScriptedServer(version="0") as server:
+        death: list[str] = []
+        pool = ServerPool([server.url], timeout_seconds=10.0, find_dead=lambda: death[0] if death else None)
+        sampler = Sampler(pool, Digits(), group_size=GROUP_SIZE, max_new_tokens=4, temperature=1.0)
+        ledger = Ledger()
+        buffer = StalenessBuffer(
+            groups_per_batch=GROUPS_PER_BATCH, max_staleness=MAX_STALENESS, num_batches=NUM_BATCHES, ledger=ledger
+        )
+        collector = RolloutCollector(
+            buffer,
+            lambda group_id: sampler.sample_group(prompt(group_id), group_id),
+            pool.watch,
+            max_concurrent_groups=MAX_CONCURRENT,
+        )
+        made = Rollouts(server, pool, sampler, ledger, buffer, collector, death)
+        yield made
+        await asyncio.wait_for(collector.stop(), 2.0)
+        made.check_ledger()
+        ledger.drop_open("run_ended")
+        counts = made.check_ledger()
+        assert counts["in_flight"] == counts["buffered"] == 0
+        await pool.close()
+        await asyncio.sleep(0.02)
+        own = asyncio.current_task()
+        leftovers = [task for task in asyncio.all_tasks() if task is not own and "megatron_a3po" in repr(task)]
+        assert not leftovers, "stop() left tasks behind"
+
+
+async def test_batches_come_in_issue_order_though_groups_end_in_any_order(rollouts: Rollouts) -> None:
+    delays = [0.06, 0.0, 0.03, 0.09, 0.01]
+    rollouts.server.generation_seconds = lambda number: delays[number % len(delays)]
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    for step in range(NUM_BATCHES):
+        batch = await rollouts.next_batch()
+        expected = range(step * GROUPS_PER_BATCH, (step + 1) * GROUPS_PER_BATCH)
+        assert [trajectory.group_id for trajectory in batch] == [id for id in expected for _ in range(GROUP_SIZE)]
+        assert [trajectory.prompt_id for trajectory in batch[::GROUP_SIZE]] == [f"task/0/{id}" for id in expected]
+        rollouts.publish(step + 1)
+
+    counts = rollouts.check_ledger()
+    assert (counts["issued"], counts["consumed"]) == (GROUPS_PER_BATCH * NUM_BATCHES,) * 2
+    assert rollouts.server.max_in_flight == MAX_CONCURRENT
+
+
+async def test_no_token_is_older_than_the_cap_while_versions_advance(rollouts: Rollouts) -> None:
+    rollouts.server.generation_seconds = lambda number: 0.12 if number % 4 == 1 else 0.005
+    rollouts.publish(0)
+    rollouts.collector.start()
+    ages = []
+
+    for version in range(NUM_BATCHES):
+        batch = await rollouts.next_batch()
+        ages += [version - int(trajectory.weight_versions.min()) for trajectory in batch]
+        ages += [version - int(trajectory.weight_versions.max()) for trajectory in batch]
+        await asyncio.sleep(0.01)  # a training step
+        rollouts.publish(version + 1)
+        assert rollouts.ledger.issued <= (version + 1 + MAX_STALENESS + 1) * GROUPS_PER_BATCH
+
+    assert min(ages) >= 0 and max(ages) <= MAX_STALENESS
+    assert max(ages) > 0, "rollouts went on while the trainer trained"
+
+
+async def test_issue_stops_at_the_staleness_budget_and_goes_on_with_the_next_version(rollouts: Rollouts) -> None:
+    rollouts.publish(0)
+    rollouts.collector.start()
+    budget = (MAX_STALENESS + 1) * GROUPS_PER_BATCH
+    await wait_until(lambda: rollouts.check_ledger()["buffered"] == budget)
+
+    await rollouts.next_batch()
+    await asyncio.sleep(0.05)
+    assert rollouts.ledger.issued == budget
+
+    rollouts.publish(1)
+    await wait_until(lambda: rollouts.check_ledger()["buffered"] == budget)
+    await asyncio.sleep(0.05)
+    assert rollouts.ledger.issued == budget + GROUPS_PER_BATCH
+
+
+async def test_no_more_groups_are_issued_than_the_run_consumes(rollouts: Rollouts) -> None:
+    rollouts.publish(NUM_BATCHES + 5)
+    rollouts.collector.start()
+
+    await wait_until(lambda: rollouts.check_ledger()["buffered"] == NUM_BATCHES * GROUPS_PER_BATCH)
+    await asyncio.sleep(0.05)
+
+    assert rollouts.ledger.issued == NUM_BATCHES * GROUPS_PER_BATCH
+
+
+async def test_a_failing_group_ends_the_wait_with_the_first_cause(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", hang)
+    rollouts.server.script("/generate", refuse(400, "prompt is too long"), calls=range(2, 3))
+    rollouts.server.generation_seconds = lambda _: 5.0
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="prompt is too long"):
+        await rollouts.next_batch()
+    assert time.monotonic() - start < 2.0
+    with pytest.raises(RolloutError, match="prompt is too long"):
+        await rollouts.next_batch()
+
+
+async def test_a_reward_function_that_raises_ends_the_wait_with_its_error(rollouts: Rollouts) -> None:
+    def score(text: str) -> float:
+        raise ZeroDivisionError("in the user's code")
+
+    async def sample(group_id: int) -> Any:
+        return await rollouts.sampler.sample_group(Prompt(prompt_id="x", token_ids=(1,), score=score), group_id)
+
+    collector = RolloutCollector(rollouts.buffer, sample, rollouts.pool.watch, max_concurrent_groups=2)
+    collector.start()
+
+    with pytest.raises(ZeroDivisionError, match="in the user's code"):
+        await asyncio.wait_for(collector.next_batch(), 3.0)
+    await collector.stop()
+
+
+async def test_the_death_of_the_local_server_ends_the_wait_promptly(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", hang)
+    rollouts.publish(0)
+    rollouts.collector.start()
+    waiting = asyncio.create_task(rollouts.next_batch())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+
+    rollouts.death.append("the rollout server was killed by SIGKILL")
+
+    with pytest.raises(RolloutServerDied, match="killed by SIGKILL"):
+        await asyncio.wait_for(waiting, 1.0)
+
+
+async def test_a_server_that_vanishes_ends_the_wait_promptly(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", hang)
+    rollouts.publish(0)
+    rollouts.collector.start()
+    waiting = asyncio.create_task(rollouts.next_batch())
+    await asyncio.sleep(0.1)
+
+    await rollouts.server.__aexit__()
+
+    with pytest.raises(RolloutServerDied, match=rollouts.server.url):
+        await asyncio.wait_for(waiting, 3.0)
+
+
+async def test_the_death_of_the_server_ends_an_evaluation_promptly(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", hang)
+    rollouts.publish(0)
+    rollouts.collector.start()
+    evaluation = rollouts.collector.or_failure(rollouts.sampler.sample_each([prompt(0), prompt(1)]))
+    waiting = asyncio.ensure_future(evaluation)
+    await asyncio.sleep(0.1)
+
+    rollouts.death.append("the rollout server ended with exit code 1")
+
+    with pytest.raises(RolloutServerDied, match="exit code 1"):
+        await asyncio.wait_for(waiting, 1.0)
+
+
+async def test_connections_lost_now_and_then_lose_no_group(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", close_connection, calls=range(1, 12, 3))
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    batches = [await rollouts.next_batch() for _ in range(2)]
+
+    ids = [trajectory.group_id for batch in batches for trajectory in batch]
+    assert ids == [id for id in range(2 * GROUPS_PER_BATCH) for _ in range(GROUP_SIZE)]
+
+
+async def test_an_aborted_group_is_sampled_again(rollouts: Rollouts) -> None:
+    partial = response(num_tokens=2, versions=["0"], finish_reason="abort")
+    whole = response(num_tokens=4, versions=["0"])
+    rollouts.server.script("/generate", answer([whole, partial]), calls=range(1, 3))
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    batch = await rollouts.next_batch()
+
+    assert len(batch) == GROUPS_PER_BATCH * GROUP_SIZE
+    assert all(trajectory.response_length == 4 for trajectory in batch)
+    priorities = [body["priority"] for body in rollouts.server.bodies("/generate")]
+    assert priorities.count(0) + priorities.count(-1) == 4
+
+
+async def test_a_group_that_is_aborted_every_time_is_an_error(rollouts: Rollouts) -> None:
+    aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "no memory"}}}
+    rollouts.server.script("/generate", answer([aborted] * GROUP_SIZE))
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    with pytest.raises(RolloutError, match="aborted"):
+        await rollouts.next_batch()
+
+
+async def test_an_aborted_response_of_an_evaluation_is_sampled_again_and_never_counted_as_wrong(
+    rollouts: Rollouts,
+) -> None:
+    partial = response(num_tokens=2, versions=["0"], finish_reason="abort")
+    rollouts.server.script("/generate", answer([partial, partial]), calls=range(1, 2))
+    rollouts.publish(0)
+
+    trajectories = await rollouts.sampler.sample_each([prompt(0), prompt(1)])
+
+    assert [trajectory.response_length for trajectory in trajectories] == [4, 4]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_a_group_with_another_number_of_responses_is_an_error(rollouts: Rollouts, count: int) -> None:
+    rollouts.server.script("/generate", answer([response(num_tokens=4, versions=["0"])] * count))
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    with pytest.raises(RolloutError, match=f"{count} of 2"):
+        await rollouts.next_batch()
+
+
+async def test_tokens_of_a_server_that_never_got_a_version_are_an_error(rollouts: Rollouts) -> None:
+    rollouts.collector.set_version(0)
+    rollouts.server.version = "default"
+    rollouts.collector.start()
+
+    with pytest.raises(RolloutError, match="default"):
+        await rollouts.next_batch()
+
+
+async def test_tokens_from_the_future_are_an_error(rollouts: Rollouts) -> None:
+    rollouts.collector.set_version(0)
+    rollouts.server.version = "3"
+    rollouts.collector.start()
+
+    with pytest.raises(VersionError, match="version 3"):
+        await rollouts.next_batch()
+
+
+async def test_stopping_in_the_middle_ends_every_request_and_the_books_balance(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", hang)
+    rollouts.publish(0)
+    rollouts.collector.start()
+    await asyncio.sleep(0.1)
+    assert rollouts.check_ledger()["in_flight"] >= MAX_CONCURRENT
+
+    start = time.monotonic()
+    await rollouts.collector.stop()
+
+    assert time.monotonic() - start < 1.0
+    assert all(client.in_flight == 0 for client in rollouts.pool.clients)
+
+
+async def test_stopping_ends_a_wait_for_a_batch(rollouts: Rollouts) -> None:
+    rollouts.server.script("/generate", hang)
+    rollouts.publish(0)
+    rollouts.collector.start()
+    waiting = asyncio.create_task(rollouts.collector.next_batch())
+    await asyncio.sleep(0.05)
+
+    await rollouts.collector.stop()
+
+    done, _ = await asyncio.wait({waiting}, timeout=1.0)
+    assert done
+
+
+async def test_a_pause_holds_groups_back_and_loses_none(rollouts: Rollouts) -> None:
+    rollouts.publish(0)
+    await rollouts.pool.post_to_all("/pause_generation", {"mode": "retract"})
+    rollouts.collector.start()
+    await asyncio.sleep(0.1)
+    assert rollouts.check_ledger()["buffered"] == 0
+
+    await rollouts.pool.post_to_all("/continue_generation", {})
+
+    assert len(await rollouts.next_batch()) == GROUPS_PER_BATCH * GROUP_SIZE

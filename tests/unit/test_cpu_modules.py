@@ -1,0 +1,238 @@
+"""The CPU modules against plain formulas in float64, and what the facade must not break."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_a3po import cpu
+from megatron_a3po.cpu import rollout_server
+from megatron_a3po.errors import ConfigError
+
+cpu.install()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+
+from megatron_a3po.cpu.attention import CpuDotProductAttention, packed_causal_attention  # noqa: E402
+from megatron_a3po.cpu.modules import CpuNorm  # noqa: E402
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+def _naive_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One sequence, [tokens, heads, dim], as the formula says."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
+
+
+def _random_qkv(tokens: int, kv_heads: int = KV_HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(tokens, heads, DIM, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (HEADS, kv_heads, kv_heads)
+    ]
+
+
+def _packed_attention(packed: list[Tensor], lengths: list[int]) -> Tensor:
+    query, key, value = packed
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    return packed_causal_attention(query, key, value, starts, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+@pytest.mark.parametrize("lengths", [[1], [5, 3, 1, 8, 2], [100, 1, 0, 37, 64, 65, 3]])
+def test_packed_attention_and_its_gradients_equal_the_formula_for_each_sequence(
+    lengths: list[int], kv_heads: int
+) -> None:
+    packed = _random_qkv(sum(lengths), kv_heads)
+    output = _packed_attention(packed, lengths)
+    reference = [x.detach().double().requires_grad_() for x in packed]
+    parts = zip(*(x.split(lengths) for x in reference), strict=True)
+    expected = torch.cat([_naive_causal_attention(*part) for part in parts])
+    torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-5)
+
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    gradients = torch.autograd.grad(output, packed, direction)
+    expected_gradients = torch.autograd.grad(expected, reference, direction.double())
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_garbage_in_one_sequence_leaves_the_others_bit_identical(garbage: float) -> None:
+    lengths = [9, 12, 14, 3]
+    spoiled_tokens = slice(9, 21)
+    clean = _random_qkv(sum(lengths))
+    spoiled = [x.detach().clone() for x in clean]
+    for x in spoiled:
+        x[spoiled_tokens] = garbage
+        x.requires_grad_()
+
+    def others(x: Tensor) -> Tensor:
+        return torch.cat([x[: spoiled_tokens.start], x[spoiled_tokens.stop :]])
+
+    results = []
+    for inputs in (clean, spoiled):
+        output = others(_packed_attention(inputs, lengths))
+        gradients = torch.autograd.grad(output.square().sum(), inputs)
+        results.append([output, *(others(gradient) for gradient in gradients)])
+    for clean_result, spoiled_result in zip(*results, strict=True):
+        assert torch.equal(clean_result, spoiled_result)
+
+
+def _attention(**config: Any) -> CpuDotProductAttention:
+    defaults = {"attention_dropout": 0.0, "context_parallel_size": 1, "softmax_type": "vanilla", "window_size": None}
+    merged: Any = SimpleNamespace(**defaults | config)
+    return CpuDotProductAttention(merged, 1, AttnMaskType.causal, "self")
+
+
+def test_tokens_between_padded_sequences_give_zeros_and_are_never_attended_to() -> None:
+    query, key, value = _random_qkv(12)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 7]), cu_seqlens_q_padded=torch.tensor([0, 6, 12])
+    )
+    output = _attention()(query, key, value, None, packed_seq_params=packed)
+    expected = torch.zeros(12, HEADS * DIM)
+    for tokens in (slice(0, 3), slice(6, 10)):
+        expected[tokens] = _naive_causal_attention(query[tokens], key[tokens], value[tokens]).flatten(1)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_unpacked_attention_equals_the_formula_for_each_batch_entry() -> None:
+    query, key, value = (x.view(10, 2, -1, DIM) for x in _random_qkv(20))
+    output = _attention()(query, key, value, attention_mask=None)
+    expected = [_naive_causal_attention(query[:, i], key[:, i], value[:, i]).flatten(1) for i in range(2)]
+    torch.testing.assert_close(output, torch.stack(expected, 1), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("context_parallel_size", 2), ("attention_dropout", 0.1), ("window_size", (128, 0))]
+)
+def test_attention_that_the_cpu_does_not_have_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.?{str(value)[1:-1]}"):
+        _attention(**{name: value})
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_rms_norm_equals_the_formula(zero_centered: bool, dtype: torch.dtype, tolerance: float) -> None:
+    config: Any = SimpleNamespace(
+        normalization="RMSNorm",
+        layernorm_zero_centered_gamma=zero_centered,
+        params_dtype=dtype,
+        sequence_parallel=True,
+    )
+    norm = CpuNorm(config, 32, eps=1e-6)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(32, generator=generator))
+    hidden = (3 * torch.randn(5, 2, 32, generator=generator)).to(dtype)
+    exact = hidden.double()
+    factor = norm.weight.double() + zero_centered
+    expected = factor * exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    output = norm(hidden)
+    assert output.dtype == dtype and norm.bias is None
+    assert getattr(norm.weight, "sequence_parallel", False)
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_layer_norm_equals_torch() -> None:
+    config: Any = SimpleNamespace(
+        normalization="LayerNorm",
+        layernorm_zero_centered_gamma=False,
+        params_dtype=torch.float32,
+        sequence_parallel=False,
+    )
+    norm, reference = CpuNorm(config, 32), torch.nn.LayerNorm(32)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    norm.load_state_dict(reference.state_dict())
+    hidden = torch.randn(7, 32, generator=generator)
+    torch.testing.assert_close(norm(hidden), reference(hidden))
+
+
+def test_asking_for_cuda_gives_the_cpu() -> None:
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.ones(2).to("cuda:0").cuda().device.type == "cpu"
+    assert torch.empty(2, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
+    assert not torch.cuda.is_available()
+
+
+def test_a_torch_device_context_still_decides_where_tensors_are_made() -> None:
+    with torch.device("meta"):
+        assert torch.zeros(3).is_meta and torch.arange(3).is_meta
+        assert all(parameter.is_meta for parameter in torch.nn.Linear(2, 2).parameters())
+
+
+def test_a_saved_and_restored_cuda_random_state_repeats_the_numbers() -> None:
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(4))
+
+
+def test_hugging_face_from_pretrained_computes_the_right_rotary_frequencies(tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=DIM,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    loaded = Qwen3ForCausalLM.from_pretrained(tmp_path)
+    expected = 1e4 ** -(torch.arange(0, DIM, 2) / DIM)
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, expected)
+
+
+def test_an_environment_with_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(cpu, "_installed", False)
+    with pytest.raises(ConfigError, match="transformer_engine is installed"):
+        cpu.install()
+
+
+def test_installing_after_megatron_was_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_installed", False)
+    with pytest.raises(RuntimeError, match="must run before megatron"):
+        cpu.install()
+
+
+def test_the_inert_transformer_engine_is_gone_after_the_bridge_was_imported() -> None:
+    assert "megatron.bridge" in sys.modules
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+
+
+def test_a_rollout_server_of_several_ranks_binds_each_to_a_core() -> None:
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in rollout_server.server_environment(1)
+    assert rollout_server.server_environment(3)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
+    assert rollout_server.server_environment(1, "/other")["PYTHONPATH"].endswith("sgl_stand_in:/other")
+
+
+def test_rollout_server_settings_need_neither_torch_nor_megatron_and_the_stand_in_names_what_is_missing() -> None:
+    script = (
+        "import sys; from megatron_a3po.cpu import rollout_server; "
+        "assert not {'torch', 'megatron'} & set(sys.modules); "
+        "sys.path.insert(0, rollout_server.server_environment(1)['PYTHONPATH']); "
+        "from sgl_kernel import silu_and_mul; silu_and_mul(1)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert "NotImplementedError: sgl_kernel.silu_and_mul was called" in done.stderr

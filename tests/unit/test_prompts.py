@@ -1,0 +1,166 @@
+"""Prompts: which words are trained on, which are held out, and in which order they come."""
+
+from typing import Any
+
+import pytest
+
+from megatron_a3po.data.prompts import PromptSet, _select, load_prompts
+from megatron_a3po.errors import DataError
+
+INSTRUCTION = "Spell this word backward (example: sun -> nus): "
+DATA: dict[str, Any] = {
+    "task": "spell_backward",
+    "task_options": {"min_word_len": 6, "max_word_len": 6},
+    "size": 300,
+    "seed": 7,
+    "prompt_pattern": r".*: [a-z]{6}",
+    "num_held_out": 40,
+}
+
+
+class ByteTokenizer:
+    """Token ids are the bytes of the text, so a test can read the question back."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [*([0] if add_special_tokens else []), *text.encode()]
+
+
+def load(**changes: Any) -> PromptSet:
+    return load_prompts(**(DATA | changes), tokenizer=ByteTokenizer())
+
+
+def questions(prompts: PromptSet, indices: range) -> list[str]:
+    return [bytes(prompts.training_prompt(i).token_ids).decode() for i in indices]
+
+
+def test_the_question_is_encoded_unchanged_and_without_special_tokens() -> None:
+    held_out = load().held_out
+
+    assert bytes(held_out[0].token_ids).decode() == INSTRUCTION + "ovated"
+    assert held_out[0].prompt_id == "spell_backward/7/0"
+
+
+def test_the_score_is_the_exact_float_of_the_tasks_own_scorer() -> None:
+    ovated = load().held_out[0]
+
+    assert ovated.score("detavo") == 1.0
+    # Six letters of seven are right, one sixth each, which sums to this. In float32 it would be a right answer.
+    assert ovated.score("detavox") == 0.9999999999999999
+
+
+def test_two_prompts_of_one_set_score_against_their_own_answers() -> None:
+    first, second = load().held_out[:2]
+    word = bytes(second.token_ids).decode()[-6:]
+
+    assert second.score(word[::-1]) == 1.0
+    assert first.score(word[::-1]) < 1.0
+
+
+def test_the_same_settings_give_the_same_stream_in_whatever_order_it_is_asked_for() -> None:
+    forward, backward = load(), load()
+    num = 2 * len(forward) + 5
+
+    expected = questions(forward, range(num))
+
+    assert questions(backward, range(num - 1, -1, -1)) == expected[::-1]
+
+
+def test_another_seed_gives_other_prompts() -> None:
+    first, second = load(), load(seed=8)
+
+    assert set(questions(first, range(len(first)))) != set(questions(second, range(len(second))))
+
+
+def test_another_order_seed_gives_the_same_prompts_in_another_order() -> None:
+    first, second = load(order_seed=0), load(order_seed=1)
+    epoch = range(len(first))
+
+    assert first.held_out[0].prompt_id == second.held_out[0].prompt_id
+    assert questions(first, epoch) != questions(second, epoch)
+    assert sorted(questions(first, epoch)) == sorted(questions(second, epoch))
+
+
+def test_every_epoch_holds_each_training_prompt_once_in_an_order_of_its_own() -> None:
+    prompts = load()
+    size = len(prompts)
+
+    epochs = [questions(prompts, range(i * size, (i + 1) * size)) for i in range(3)]
+
+    assert len(set(epochs[0])) == size
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_held_out_prompts_are_the_first_ones_and_never_trained_on() -> None:
+    prompts = load()
+    held_out = [bytes(prompt.token_ids).decode() for prompt in prompts.held_out]
+
+    everything = load(num_held_out=0)
+
+    assert len(held_out) == 40
+    assert set(held_out).isdisjoint(questions(prompts, range(len(prompts))))
+    assert set(held_out) | set(questions(prompts, range(len(prompts)))) == set(
+        questions(everything, range(len(everything)))
+    )
+    assert [int(prompt.prompt_id.split("/")[-1]) for prompt in prompts.held_out] == sorted(
+        int(prompt.prompt_id.split("/")[-1]) for prompt in prompts.held_out
+    )
+
+
+def test_only_questions_that_match_the_whole_pattern_are_kept() -> None:
+    prompts = load(prompt_pattern=r".*: [a-m][a-z]*", num_held_out=0)
+
+    words = [question[len(INSTRUCTION) :] for question in questions(prompts, range(len(prompts)))]
+
+    assert 0 < len(words) < 300
+    assert all("a" <= word[0] <= "m" and word == word.lower() for word in words)
+    with pytest.raises(DataError):
+        load(prompt_pattern=r"Spell this word")  # matches every beginning, no whole question
+
+
+def test_a_question_that_differs_only_in_case_is_a_duplicate_and_the_first_one_stays() -> None:
+    entries = [{"question": question} for question in ("Anna", "otto", "anna", "OTTO", "otto", "eve")]
+
+    assert list(_select(enumerate(entries), None)) == [0, 1, 5]
+
+
+def test_duplicates_of_a_real_task_are_dropped() -> None:
+    prompts = load(size=20000, num_held_out=512, prompt_pattern=DATA["prompt_pattern"])
+
+    assert (len(prompts), len(prompts.held_out)) == (9706, 512)
+    assert len(set(questions(prompts, range(len(prompts))))) == 9706
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "spel_backward"}, "no task 'spel_backward'; did you mean spell_backward"),
+        ({"task_options": {"min_word": 6}}, "no option 'min_word'; did you mean min_word_len"),
+        ({"task_options": {"seed": 3}}, "no option 'seed'"),
+        ({"task_options": {"min_word_len": 9, "max_word_len": 3}}, "max_word_len must be >= min_word_len"),
+        ({"prompt_pattern": "("}, "is not a regular expression"),
+        ({"size": 0}, "size=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"num_held_out": -1}, "num_held_out=-1"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_an_error_that_names_it(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(**changes)
+
+
+def test_too_few_prompts_are_an_error_with_counts_and_a_remedy() -> None:
+    num_prompts = len(load(num_held_out=0))
+
+    assert len(load(num_held_out=num_prompts - 1)) == 1
+    with pytest.raises(
+        DataError, match=rf"'spell_backward' gives {num_prompts} .*num_held_out={num_prompts}.*raise size"
+    ):
+        load(num_held_out=num_prompts)
+    with pytest.raises(DataError, match="gives 0 different prompts"):
+        load(prompt_pattern="no question is like this", num_held_out=0)
+
+
+def test_a_negative_index_is_refused() -> None:
+    with pytest.raises(IndexError, match="-1"):
+        load().training_prompt(-1)

@@ -1,0 +1,136 @@
+"""What a rollout server answers becomes a trajectory, or an error: never a guess."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.protocol import GenerateResponse, MetaInfo, ServerInfo, generate_request, to_trajectory
+from megatron_a3po.types import FinishReason, Trajectory
+from tests.unit.scripted_server import response
+
+GOOD: dict[str, Any] = response(num_tokens=4, versions=["6", "7"], finish_reason="stop")
+
+
+def convert(answer: dict[str, Any]) -> Trajectory:
+    parsed = GenerateResponse.model_validate(answer)
+    return to_trajectory(parsed, prompt_id="task/0/3", group_id=5, prompt_ids=(9, 8, 7), reward=1.0)
+
+
+def changed(**meta_info: Any) -> dict[str, Any]:
+    """The good answer with other metadata; None removes a key."""
+    answer = copy.deepcopy(GOOD)
+    answer["meta_info"] |= meta_info
+    answer["meta_info"] = {key: value for key, value in answer["meta_info"].items() if value is not None}
+    return answer
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+def test_a_good_answer_keeps_ids_logprobs_and_the_servers_version_of_every_token() -> None:
+    trajectory = convert(GOOD)
+
+    assert trajectory.token_ids.tolist() == [9, 8, 7, *GOOD["output_ids"]]
+    assert trajectory.token_ids.dtype == torch.int64
+    assert (trajectory.prompt_length, trajectory.response_length) == (3, 4)
+    assert trajectory.behaviour_logprobs.tolist() == [-0.5] * 4
+    assert trajectory.behaviour_logprobs.dtype == torch.float32
+    assert trajectory.weight_versions.tolist() == [6, 6, 7, 7]
+    assert trajectory.weight_versions.dtype == torch.int64
+    assert trajectory.finish_reason is FinishReason.STOP
+    assert (trajectory.prompt_id, trajectory.group_id, trajectory.reward) == ("task/0/3", 5, 1.0)
+
+
+def test_an_answer_of_a_request_aborted_while_queued_is_parsed_though_most_keys_are_missing() -> None:
+    meta = MetaInfo.model_validate({"id": "x", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}})
+
+    assert meta.finish_reason.type is FinishReason.ABORT
+    assert meta.output_token_logprobs == [] and meta.weight_versions == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        changed(output_token_logprobs=None),
+        changed(output_token_logprobs=GOOD["meta_info"]["output_token_logprobs"][:3]),
+        changed(output_token_logprobs=GOOD["meta_info"]["output_token_logprobs"][::-1]),
+        changed(output_token_logprobs=[*GOOD["meta_info"]["output_token_logprobs"], [-0.5, 1, None]]),
+        changed(output_token_logprobs=[[None, token, None] for token in GOOD["output_ids"]]),
+        changed(output_token_logprobs=[[float("nan"), token, None] for token in GOOD["output_ids"]]),
+        changed(output_token_logprobs=[[float("-inf"), token, None] for token in GOOD["output_ids"]]),
+    ],
+    ids=["no logprobs", "one short", "other order", "one more", "null", "nan", "infinite"],
+)
+def test_logprobs_that_do_not_belong_to_the_output_tokens_are_an_error_naming_the_prompt(
+    answer: dict[str, Any],
+) -> None:
+    with pytest.raises(RolloutError, match=r"task/0/3.*4 output tokens"):
+        convert(answer)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        None,
+        [span("6", 0, 3)],
+        [span("6", 1, 4)],
+        [span("6", 0, 1), span("7", 2, 4)],
+        [span("6", 0, 3), span("7", 2, 4)],
+        [span("7", 2, 4), span("6", 0, 2)],
+        [span("6", 0, 4), span("7", 4, 6)],
+        [span("6", 0, 4), span("7", 4, 3)],
+        [span("default", 0, 4)],
+        [span("", 0, 4)],
+        [span("-1", 0, 4)],
+        [span("7.0", 0, 4)],
+        [span("²", 0, 4)],
+    ],
+    ids=[
+        "no spans",
+        "end missing",
+        "start missing",
+        "gap",
+        "overlap",
+        "disorder",
+        "too many",
+        "backwards",
+        "label 'default'",
+        "empty label",
+        "negative label",
+        "fractional label",
+        "superscript label",
+    ],
+)
+def test_version_spans_that_do_not_cover_every_token_with_a_published_version_are_an_error(
+    spans: list[dict[str, Any]] | None,
+) -> None:
+    with pytest.raises(RolloutError, match=r"task/0/3.*version"):
+        convert(changed(weight_versions=spans))
+
+
+def test_an_empty_response_has_no_logprobs_and_no_versions() -> None:
+    trajectory = convert({"output_ids": [], "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}})
+
+    assert trajectory.response_length == 0
+    assert trajectory.weight_versions.dtype == torch.int64
+
+
+def test_server_info_is_read_with_defaults_and_without_minding_other_keys() -> None:
+    info = ServerInfo.model_validate({"tp_size": 2, "anything": {"else": 1}})
+
+    assert (info.tp_size, info.enable_priority_scheduling, info.max_running_requests) == (2, False, None)
+
+
+def test_a_request_asks_for_logprobs_and_carries_sampling_settings_and_priority() -> None:
+    request = generate_request([1, 2], num_samples=8, max_new_tokens=16, temperature=0.7, priority=-3)
+
+    assert request == {
+        "input_ids": [1, 2],
+        "sampling_params": {"temperature": 0.7, "max_new_tokens": 16, "n": 8},
+        "return_logprob": True,
+        "priority": -3,
+    }

@@ -1,0 +1,461 @@
+"""Weights on the wire to scripted servers, whose receivers are real ranks of a gloo group in processes of their own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_a3po.config import PublishConfig
+from megatron_a3po.errors import PublishError
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.plan import split_into_buckets
+from megatron_a3po.weights.publisher import WeightPublisher
+from tests.unit.scripted_server import Receiver, ScriptedServer, answer, hang, refuse, start_receiver
+
+ROOT = Path(__file__).parents[2]
+Named = list[tuple[str, Tensor]]
+UPDATE = "/update_weights_from_distributed"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def default_group() -> Iterator[None]:
+    """The group that a trainer always has."""
+    with pytest.MonkeyPatch.context() as patch:
+        # A TCPStore asks the resolver for the name of each client, for its log: 5 s where no resolver answers.
+        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def first_receiver() -> Iterator[Receiver]:
+    with start_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def second_receiver() -> Iterator[Receiver]:
+    with start_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(autouse=True)
+def forget_buffers(request: pytest.FixtureRequest) -> None:
+    for name in {"first_receiver", "second_receiver"} & set(request.fixturenames):
+        request.getfixturevalue(name).buffers.clear()
+
+
+@contextmanager
+def serve(*receivers: Receiver | None) -> Iterator[list[ScriptedServer]]:
+    loop = EventLoopThread()
+    servers = [ScriptedServer(receiver=receiver) for receiver in receivers]
+    try:
+        for server in servers:
+            loop.run(server.__aenter__(), 5.0)
+        yield servers
+    finally:
+        for server in servers:
+            loop.run(server.__aexit__(), 5.0)
+        loop.close()
+
+
+@contextmanager
+def control(*urls: str) -> Iterator[ServerControl]:
+    async def build() -> ServerPool:
+        return ServerPool(list(urls), timeout_seconds=5.0)
+
+    loop = EventLoopThread()
+    try:
+        pool = loop.run(build())
+        yield ServerControl(pool=pool, loop=loop, servers=tuple(loop.run(pool.wait_ready(5.0), 10.0)))
+        loop.run(pool.close(), 5.0)
+    finally:
+        loop.close()
+
+
+@contextmanager
+def publishing(
+    servers: list[ScriptedServer],
+    tensors: Callable[[], Named],
+    *,
+    bucket_bytes: int = 1 << 20,
+    timeout_seconds: float = 20.0,
+) -> Iterator[WeightPublisher]:
+    config = PublishConfig(bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds)
+    with (
+        control(*(server.url for server in servers)) as receivers,
+        WeightPublisher(config, tensors, receivers, backend="gloo", timer=PhaseTimer()) as publisher,
+    ):
+        yield publisher
+
+
+def timed_publish(publisher: WeightPublisher, version: int, seconds: list[float]) -> None:
+    """Publish and append how long it took, also when it fails."""
+    start = time.monotonic()
+    try:
+        publisher.publish(version)
+    finally:
+        seconds.append(time.monotonic() - start)
+
+
+def some_tensors() -> Named:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        ("model.embed_tokens.weight", torch.randn(7, 4, generator=generator)),
+        ("model.layers.0.norm.weight", torch.randn(4, generator=generator, dtype=torch.bfloat16)),
+        ("model.layers.0.q_proj.weight", torch.randn(4, 8, generator=generator, dtype=torch.bfloat16).t()),
+        ("model.layers.0.scale", torch.tensor(3.0)),
+        ("model.norm.weight", torch.randn(4, generator=generator)),
+    ]
+
+
+def large_tensors() -> Named:
+    """More than what fits into the buffers of a connection: the broadcast waits for the receivers."""
+    return [("model.embed_tokens.weight", torch.zeros(1)), ("model.layers.0.norm.weight", torch.zeros(8 << 20))]
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_the_last_bucket(
+    first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    tensors = some_tensors()
+    with serve(first_receiver, second_receiver) as servers, publishing(servers, lambda: tensors) as publisher:
+        publisher.publish(3)
+        sent = [server.bodies(UPDATE) for server in servers]
+        paths = servers[0].paths()
+        versions = [server.version for server in servers]
+
+    assert sent[0] == sent[1]
+    requests = sent[0]
+    assert [name for request in requests for name in request["names"]] == [name for name, _ in tensors]
+    assert [shape for request in requests for shape in request["shapes"]] == [list(t.shape) for _, t in tensors]
+    dtypes = [dtype for request in requests for dtype in request["dtypes"]]
+    assert dtypes == ["float32", "bfloat16", "bfloat16", "float32", "float32"]
+    assert [len(set(request["dtypes"])) for request in requests] == [1, 1, 1]
+    assert [request["flush_cache"] for request in requests] == [False, False, True]
+    assert [request.get("weight_version") for request in requests] == [None, None, "3"]
+    assert {request["load_format"] for request in requests} == {"flattened_bucket"}
+    assert versions == ["3", "3"]
+    for receiver in (first_receiver, second_receiver):
+        assert b"".join(receiver.buffers) == b"".join(as_bytes(tensor) for _, tensor in tensors)
+    assert paths == [
+        "/init_weights_update_group",
+        "/pause_generation",
+        "/begin_weight_update",
+        *[UPDATE] * 3,
+        "/end_weight_update",
+        "/weights_checker",
+        "/continue_generation",
+    ]
+
+
+def test_ranks_of_the_group_follow_the_servers_and_its_end_leaves_no_group_behind(
+    first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        with publishing(servers, some_tensors):
+            pass
+        joined = [server.bodies("/init_weights_update_group")[0] for server in servers]
+        left = [server.bodies("/destroy_weights_update_group") for server in servers]
+
+    assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 3), (2, 3)]
+    assert joined[0]["master_address"] == "127.0.0.1" and joined[0]["backend"] == "gloo"
+    name = joined[0]["group_name"]
+    assert left == [[{"group_name": name}]] * 2
+    assert name not in dist.distributed_c10d._world.pg_names.values()
+
+
+def test_many_publications_go_through_one_group(first_receiver: Receiver) -> None:
+    weight = torch.zeros(1000)
+    with serve(first_receiver) as (server,), publishing([server], lambda: [("w", weight.clone())]) as publisher:
+        for version in range(20):
+            weight.fill_(version)
+            publisher.publish(version)
+            assert server.version == str(version)
+
+    assert first_receiver.buffers == [as_bytes(torch.full((1000,), float(version))) for version in range(20)]
+
+
+def test_buckets_stay_within_their_bound_and_a_larger_tensor_travels_alone(first_receiver: Receiver) -> None:
+    sizes = [3, 3, 3, 100, 1, 1]
+    tensors = [(f"t{number}", torch.full((size,), float(number))) for number, size in enumerate(sizes)]
+    with serve(first_receiver) as (server,), publishing([server], lambda: tensors, bucket_bytes=24) as publisher:
+        publisher.publish(0)
+        names = [request["names"] for request in server.bodies(UPDATE)]
+
+    assert names == [["t0", "t1"], ["t2"], ["t3"], ["t4", "t5"]]
+    assert [len(buffer) for buffer in first_receiver.buffers] == [24, 12, 400, 8]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 7, 8, 16, 10_000])
+def test_buckets_hold_every_tensor_once_in_order_with_one_dtype_each(bucket_bytes: int) -> None:
+    tensors = [(f"t{n}", torch.zeros(n, dtype=torch.bfloat16 if n % 3 else torch.float32)) for n in range(12)]
+
+    buckets = split_into_buckets(tensors, bucket_bytes)
+
+    assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in tensors]
+    by_name = dict(tensors)
+    for bucket in buckets:
+        assert {by_name[name].dtype for name in bucket.names} == {bucket.dtype}
+        assert [tuple(by_name[name].shape) for name in bucket.names] == list(bucket.shapes)
+        assert len(bucket.names) == 1 or sum(by_name[name].nbytes for name in bucket.names) <= bucket_bytes
+
+
+def test_a_rank_without_servers_only_takes_part_in_the_gathering() -> None:
+    gathered = []
+
+    def gather() -> Named:
+        gathered.append(True)
+        return []
+
+    with WeightPublisher(PublishConfig(), gather, None, backend="gloo", timer=PhaseTimer()) as publisher:
+        publisher.publish(0)
+
+    assert gathered == [True]
+
+
+def test_a_name_that_comes_twice_is_an_error_before_anything_is_sent(first_receiver: Receiver) -> None:
+    tensors = [("w", torch.zeros(1)), ("w", torch.ones(1))]
+    with serve(first_receiver) as (server,):
+        with pytest.raises(PublishError, match="twice"), publishing([server], lambda: tensors) as publisher:
+            publisher.publish(0)
+        assert server.paths()[1:] == []
+
+
+def test_a_model_without_tensors_is_an_error(first_receiver: Receiver) -> None:
+    with serve(first_receiver) as (server,):
+        with pytest.raises(PublishError, match="no tensor"), publishing([server], lambda: []) as publisher:
+            publisher.publish(0)
+        assert server.version == "default"
+
+
+def test_a_refusal_during_the_broadcast_ends_the_publication_at_once_and_nothing_is_resumed(
+    first_receiver: Receiver,
+) -> None:
+    with serve(first_receiver) as (server,):
+        server.script(UPDATE, refuse(400, "partially updated: size mismatch"), calls=range(2, 3))
+        seconds: list[float] = []
+        with (
+            pytest.raises(PublishError, match=rf"layers\.0\.norm.*{server.url}.*400.*size mismatch"),
+            publishing([server], large_tensors) as publisher,
+        ):
+            timed_publish(publisher, 5, seconds)
+        assert seconds[0] < 2.0
+        assert server.paths()[-1] == UPDATE
+        assert server.version == "default"
+
+
+def test_a_refusal_by_one_of_two_servers_ends_the_publication_at_once_and_frees_the_other_server(
+    first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[0].script(UPDATE, refuse(400, "unknown dtype"))
+        seconds: list[float] = []
+        with (
+            pytest.raises(PublishError, match=rf"{servers[0].url}.*unknown dtype"),
+            publishing(servers, large_tensors) as publisher,
+        ):
+            timed_publish(publisher, 5, seconds)
+        assert seconds[0] < 2.0
+        assert all("/continue_generation" not in server.paths() for server in servers)
+    # The second receiver waits in the broadcast, or has failed in it, until the trainer's end closes the connection.
+
+
+def test_a_receiver_that_is_killed_fails_the_publication() -> None:
+    with start_receiver() as receiver, serve(receiver) as (server,):
+        seconds: list[float] = []
+
+        def publish_twice(publisher: WeightPublisher) -> None:
+            for version in range(2):
+                timed_publish(publisher, version, seconds)
+
+        def tensors_of_a_server_that_dies_meanwhile() -> Named:
+            if server.version == "0":
+                receiver.kill()
+            return large_tensors()
+
+        with (
+            pytest.raises(PublishError, match="was not published"),
+            publishing([server], tensors_of_a_server_that_dies_meanwhile) as publisher,
+        ):
+            publish_twice(publisher)
+        assert seconds[1] < 10.0
+        assert server.paths().count("/continue_generation") == 1
+        assert server.version == "0"
+
+
+def test_a_server_that_never_answers_fails_the_publication_at_its_timeout(first_receiver: Receiver) -> None:
+    with serve(first_receiver) as (server,):
+        server.script(UPDATE, hang)
+        seconds: list[float] = []
+        with (
+            pytest.raises(PublishError, match=server.url),
+            publishing([server], large_tensors, timeout_seconds=4.0) as publisher,
+        ):
+            timed_publish(publisher, 0, seconds)
+        assert 3.0 < seconds[0] < 7.0
+
+
+def test_a_group_that_is_never_complete_is_an_error_that_names_the_servers_within_the_timeout() -> None:
+    with serve(None, None) as servers:
+        servers[1].script("/init_weights_update_group", hang)
+        start = time.monotonic()
+        with (
+            pytest.raises(PublishError, match=f"{servers[0].url}, {servers[1].url}"),
+            publishing(servers, some_tensors, timeout_seconds=1.5),
+        ):
+            pass
+        assert time.monotonic() - start < 5.0
+
+
+def test_a_server_that_refuses_the_group_is_an_error_with_its_words_at_once() -> None:
+    with serve(None) as (server,):
+        server.script("/init_weights_update_group", refuse(400, "Failed to initialize custom process group"))
+        start = time.monotonic()
+        with (
+            pytest.raises(PublishError, match=rf"{server.url}.*Failed to initialize"),
+            publishing([server], some_tensors, timeout_seconds=20.0),
+        ):
+            pass
+        assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/pause_generation", "/begin_weight_update", "/end_weight_update", "/weights_checker", "/continue_generation"],
+)
+def test_a_step_that_a_server_refuses_is_a_publish_error_and_nothing_follows_it(
+    path: str, first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[1].script(path, refuse(400, "not now"))
+        with (
+            pytest.raises(PublishError, match=rf"{servers[1].url}{path}.*not now"),
+            publishing(servers, some_tensors) as publisher,
+        ):
+            publisher.publish(0)
+        assert servers[1].paths()[-1] == path
+
+
+def test_an_answer_200_that_says_no_success_is_an_error(first_receiver: Receiver) -> None:
+    with serve(first_receiver) as (server,):
+        server.script(UPDATE, answer({"success": False, "message": "some names are unknown"}))
+        with (
+            pytest.raises(PublishError, match="some names are unknown"),
+            publishing([server], some_tensors) as publisher,
+        ):
+            publisher.publish(0)
+        assert "/continue_generation" not in server.paths()
+
+
+def test_servers_whose_checksums_differ_are_an_error_that_names_server_and_tensor(
+    first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[0].checksums = {"a.weight": "11", "b.weight": "22", "c.weight": "33"}
+        servers[1].checksums = {"a.weight": "11", "b.weight": "23", "c.weight": "33"}
+        with (
+            pytest.raises(PublishError, match=rf"version 4.*{servers[1].url}.*b\.weight") as failure,
+            publishing(servers, some_tensors) as publisher,
+        ):
+            publisher.publish(4)
+        assert "a.weight" not in str(failure.value)
+        assert all("/continue_generation" not in server.paths() for server in servers)
+
+
+def test_a_tensor_that_only_one_server_has_is_a_difference(first_receiver: Receiver, second_receiver: Receiver) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[1].checksums = {**servers[0].checksums, "lm_head.weight": "aa"}
+        with pytest.raises(PublishError, match=r"lm_head\.weight"), publishing(servers, some_tensors) as publisher:
+            publisher.publish(0)
+
+
+def test_where_the_servers_run_does_not_count_as_a_difference(
+    first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[1].parallelism = servers[0].parallelism | {"rank": 5, "size": 8, "dp_rank": 2}
+        with publishing(servers, some_tensors) as publisher:
+            publisher.publish(0)
+        assert [server.version for server in servers] == ["0", "0"]
+
+
+@pytest.mark.parametrize("content", [{"success": True, "message": "Success."}, "ok", {"ranks": [{}]}])
+def test_an_answer_without_checksums_is_an_error(
+    content: object, first_receiver: Receiver, second_receiver: Receiver
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[1].script("/weights_checker", answer(content))
+        with (
+            pytest.raises(PublishError, match=rf"(?i){servers[1].url}.*checksum"),
+            publishing(servers, some_tensors) as publisher,
+        ):
+            publisher.publish(0)
+
+
+def test_a_host_that_cannot_be_resolved_is_a_publish_error() -> None:
+    class Elsewhere:
+        urls = ("http://no-such-host.invalid:1",)
+
+    with pytest.raises(PublishError, match=r"no-such-host\.invalid"):
+        WeightPublisher(
+            PublishConfig(),
+            list,
+            Elsewhere(),  # type: ignore[arg-type]
+            backend="gloo",
+            timer=PhaseTimer(),
+        )
+
+
+@pytest.mark.parametrize("broken", ["update", "group"])
+def test_a_trainer_whose_publication_failed_ends_at_once(broken: str) -> None:
+    """Its threads inside the broadcast or the rendezvous must not keep the process until their timeouts."""
+    program = textwrap.dedent("""
+        import sys
+        import torch
+        import torch.distributed as dist
+        from tests.unit.test_publisher import control, large_tensors
+        from megatron_a3po.config import PublishConfig
+        from megatron_a3po.errors import PublishError
+        from megatron_a3po.runtime.timing import PhaseTimer
+        from megatron_a3po.weights.publisher import WeightPublisher
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        config = PublishConfig(timeout_seconds=60.0)
+        with control(sys.argv[1]) as receivers:
+            with WeightPublisher(config, large_tensors, receivers, backend="gloo", timer=PhaseTimer()) as publisher:
+                publisher.publish(0)
+    """)
+    with ExitStack() as stack:
+        receiver = stack.enter_context(start_receiver())
+        (server,) = stack.enter_context(serve(receiver))
+        path = UPDATE if broken == "update" else "/init_weights_update_group"
+        server.script(path, refuse(400, "it is broken"))
+
+        result = subprocess.run(
+            [sys.executable, "-c", program, server.url],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=30.0,
+        )
+
+    assert result.returncode == 1
+    assert "it is broken" in result.stderr

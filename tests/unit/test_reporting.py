@@ -1,0 +1,235 @@
+"""What a run leaves behind: metrics that survive a kill, a summary that adds up, a page that needs nothing else."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from megatron_a3po.algorithm.advantage import grpo_advantages
+from megatron_a3po.runtime.metrics import MetricsWriter, batch_metrics, read_metrics
+from megatron_a3po.runtime.recorder import RunRecorder, mean_seconds_by_phase, summarize_run
+from megatron_a3po.runtime.report import write_report
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.types import FinishReason, Trajectory
+
+LEDGER = {"issued": 4, "consumed": 3, "dropped": 1, "dropped_by_reason": {"<late>": 1}}
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, "eval_accuracy": 0.25, "logprob_difference_max": 3e-6, "seconds": 9.0, "seconds/evaluate": 8.0},
+    {
+        "step": 1,
+        "reward_mean": 0.5,
+        "staleness_mean": 1.0,
+        "staleness_max": 1.0,
+        "importance_weight_max": 1.5,
+        "logprob_difference_max": 7e-6,
+        "proximal_seconds": 0.25,
+        "tokens_per_second": 100.0,
+        "seconds/train": 2.0,
+        "seconds/publish": 1.0,
+        "seconds/publish/gather": 0.5,
+    },
+    {
+        "step": 2,
+        "reward_mean": 0.75,
+        "staleness_mean": 2.0,
+        "staleness_max": 3.0,
+        "importance_weight_max": None,
+        "logprob_difference_max": None,
+        "eval_accuracy": 0.5,
+        "proximal_seconds": 0.75,
+        "tokens_per_second": 300.0,
+        "seconds/train": 3.0,
+        "seconds/publish": 2.0,
+        "seconds/publish/gather": 1.0,
+        "seconds/evaluate": 4.0,
+    },
+]
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run <b>&"
+    folder.mkdir()
+    write_rows(folder, ROWS)
+    (folder / "config.resolved.yaml").write_text("prompt_pattern: '<script>alert(\"&\")</script>'\nseed: 7\n")
+    (folder / "summary.json").write_text(json.dumps(summarize_run(ROWS, LEDGER, wall_seconds=12.5)))
+    return folder
+
+
+def test_the_summary_is_what_one_computes_by_hand() -> None:
+    assert summarize_run(ROWS, LEDGER, wall_seconds=12.5) == {
+        "num_steps": 2,
+        "wall_seconds": 12.5,
+        "eval_accuracy_before": 0.25,
+        "eval_accuracy_after": 0.5,
+        "max_staleness_seen": 3,
+        "mean_staleness": 1.5,
+        "max_abs_logprob_difference": 7e-6,
+        "proximal_share_of_training": 0.2,
+        "mean_seconds_by_phase": {"train": 2.5, "publish": 1.5, "publish/gather": 0.75, "evaluate": 2.0},
+        "mean_tokens_per_second": 200.0,
+        "ledger": LEDGER,
+    }
+
+
+def test_a_run_without_steps_has_a_summary_with_nothing_in_it() -> None:
+    summary = summarize_run([], {}, wall_seconds=1.0)
+
+    assert (summary["num_steps"], summary["max_staleness_seen"], summary["mean_seconds_by_phase"]) == (0, 0, {})
+    assert summary["eval_accuracy_after"] is summary["max_abs_logprob_difference"] is None
+    assert mean_seconds_by_phase([]) == {}
+
+
+def test_numbers_that_json_lacks_become_null_and_every_line_is_strict_json(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(0, {"nan": math.nan, "up": math.inf, "down": -math.inf, "real": 0.1, "whole": 3})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: a killed run has it too
+
+    assert json.loads(lines[0], parse_constant=fail) == {
+        "step": 0, "nan": None, "up": None, "down": None, "real": 0.1, "whole": 3
+    }  # fmt: skip
+    writer.write(1, {"real": 0.2})
+    writer.close()
+    assert [row["real"] for row in read_metrics(tmp_path)] == [0.1, 0.2]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def fail(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@pytest.mark.parametrize("length", [1, 10, 24])
+def test_a_last_line_torn_by_a_kill_is_left_out(tmp_path: Path, length: int) -> None:
+    write_rows(tmp_path, ROWS)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward_mean": 0.5}'[:length])
+
+    assert read_metrics(tmp_path) == ROWS
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
+
+    with pytest.raises(ValueError):
+        read_metrics(tmp_path)
+
+
+class Page(HTMLParser):
+    """Collects tags and whatever makes a browser load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [f"{tag} {name}={value}" for name, value in attrs if value and self.loads(name, value)]
+
+    @staticmethod
+    def loads(name: str, value: str) -> bool:
+        return name in ("src", "href", "xlink:href", "srcset", "data") and not value.startswith("#")
+
+
+def test_the_report_needs_nothing_from_elsewhere(run: Path) -> None:
+    text = write_report(run).read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+
+    assert page.loaded == []
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
+    assert re.findall(r"\w+://\S+|@import", without_namespaces) == []
+    assert page.tags.count("svg") == 3 and "script" not in page.tags and "link" not in page.tags
+
+
+def test_the_report_shows_configuration_and_summary_as_text_not_as_markup(run: Path) -> None:
+    text = write_report(run).read_text(encoding="utf-8")
+
+    assert "prompt_pattern: &#x27;&lt;script&gt;alert(&quot;&amp;&quot;)&lt;/script&gt;&#x27;\nseed: 7" in text
+    assert "<title>A-3PO run run &lt;b&gt;&amp;</title>" in text and "<b>" not in text
+    assert "<td>ledger / dropped_by_reason / &lt;late&gt;</td><td>1</td>" in text
+    assert "<td>mean_staleness</td><td>1.5</td>" in text
+    assert "The run has not ended" not in text
+
+
+def test_every_picture_is_well_formed_with_axes_that_have_names(run: Path) -> None:
+    pictures = re.findall(r"<svg.*?</svg>", write_report(run).read_text(encoding="utf-8"), re.DOTALL)
+    texts = ["".join(ElementTree.fromstring(picture).itertext()) for picture in pictures]
+
+    assert len(texts) == 3 and all("step" in text for text in texts)
+    assert "held-out sampled accuracy" in texts[0] and "staleness, oldest token" in texts[1] and "publish" in texts[2]
+    assert "publish/gather" not in texts[2], "a part of a phase would be stacked on the phase that has it"
+
+
+@pytest.mark.parametrize("rows", [[], ROWS[:1], ROWS])
+def test_a_run_that_goes_on_has_a_report_too(run: Path, rows: list[dict[str, Any]]) -> None:
+    write_rows(run, rows)
+    (run / "summary.json").unlink()
+
+    assert f"The run has not ended; {max(0, len(rows) - 1)} steps so far." in write_report(run).read_text()
+
+
+def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_elsewhere(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "summary.json").unlink()
+    for rank in (1, 0):
+        timer = PhaseTimer()
+        recorder = RunRecorder(run, num_steps=1, rank=rank, timer=timer)
+        recorder.message("starting")
+        recorder.step(0, {"eval_accuracy": 0.25})
+        with timer.phase("train"):
+            pass
+        more = {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "eval_accuracy": 0.5}
+        recorder.step(1, {name: value for name, value in ROWS[1].items() if name != "step"} | more)
+        recorder.finish(LEDGER)
+        assert (run / "summary.json").exists() is (run / "report.html").exists() is (rank == 0)
+    rows = read_metrics(run)
+
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows[1]["tokens_per_second"] == pytest.approx(50.0 / rows[1]["seconds"])
+    assert 0 <= rows[1]["seconds/train"] <= rows[1]["seconds"] <= rows[1]["wall_seconds"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["num_steps"], summary["eval_accuracy_before"], summary["eval_accuracy_after"]) == (1, 0.25, 0.5)
+
+
+def trajectory(reward: float, versions: list[int], reason: FinishReason) -> Trajectory:
+    return Trajectory(
+        prompt_id="p",
+        group_id=0,
+        token_ids=torch.arange(2 + len(versions)),
+        prompt_length=2,
+        behaviour_logprobs=torch.zeros(len(versions)),
+        weight_versions=torch.tensor(versions),
+        reward=reward,
+        finish_reason=reason,
+    )
+
+
+def test_the_metrics_of_a_batch_are_what_one_computes_by_hand() -> None:
+    batch = [trajectory(1.0, [5, 5, 6, 7], FinishReason.LENGTH), trajectory(0.5, [7, 7], FinishReason.STOP)]
+    advantages = grpo_advantages(torch.tensor([1.0, 0.5]), torch.tensor([0, 0]))
+
+    assert batch_metrics(batch, advantages, version=7) == pytest.approx(
+        {
+            "weight_version": 8,
+            "reward_mean": 0.75,
+            "reward_std": 0.125**0.5,
+            "zero_variance_groups": 0,
+            "response_length_mean": 3.0,
+            "length_limit_share": 0.5,
+            "mixed_version_share": 0.5,
+            "staleness_share/0": 0.5,
+            "staleness_share/1": 1 / 6,
+            "staleness_share/2": 1 / 3,
+        }
+    )

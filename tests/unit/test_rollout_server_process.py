@@ -1,0 +1,167 @@
+"""A local server's processes: none outlives the run. The command is a harmless one instead of SGLang."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_a3po.rollout.servers import LocalServer
+
+ROOT = Path(__file__).parents[2]
+
+# A server whose child ignores SIGTERM; both write their process ids into the file named by the first argument.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.fork()
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+time.sleep(60)
+"""
+
+
+def make_server(tmp_path: Path, program: str, *arguments: str) -> LocalServer:
+    def command(model: Path, port: int, _: Sequence[str]) -> list[str]:
+        return [sys.executable, "-c", program, *arguments]
+
+    return LocalServer(tmp_path / "model", tmp_path / "server.log", make_command=command)
+
+
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the deadline passed"
+        time.sleep(0.02)
+
+
+def written_ids(file: Path) -> list[int]:
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_end_of_the_block_ends_all_processes_at_once_also_those_that_ignore_sigterm(tmp_path: Path) -> None:
+    ids_file = tmp_path / "ids"
+    with make_server(tmp_path, STUBBORN, str(ids_file)):
+        wait_until(lambda: len(written_ids(ids_file)) == 2)
+        ids = written_ids(ids_file)
+        assert all(is_running(id) for id in ids)
+        start = time.monotonic()
+
+    assert time.monotonic() - start < 2.0
+    assert not any(is_running(id) for id in ids)
+
+
+def test_processes_that_outlive_a_killed_server_are_ended_too(tmp_path: Path) -> None:
+    ids_file = tmp_path / "ids"
+    with make_server(tmp_path, STUBBORN, str(ids_file)) as server:
+        wait_until(lambda: len(written_ids(ids_file)) == 2)
+        ids = written_ids(ids_file)
+        os.kill(server.process_id, signal.SIGKILL)
+        wait_until(lambda: server.describe_death() is not None)
+
+    assert not any(is_running(id) for id in ids)
+
+
+def test_the_end_of_the_block_is_quiet_when_the_server_has_ended_by_itself(tmp_path: Path) -> None:
+    with make_server(tmp_path, "pass") as server:
+        wait_until(lambda: server.describe_death() is not None)
+
+
+def test_an_exception_in_the_block_ends_the_server_and_passes_through(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="mine"), make_server(tmp_path, "import time; time.sleep(60)") as server:
+        raise KeyError("mine")
+
+    assert not is_running(server.process_id)
+
+
+def test_the_death_of_a_server_is_described_by_exit_code_with_its_log(tmp_path: Path) -> None:
+    with make_server(tmp_path, "print('no memory', flush=True); raise SystemExit(3)") as server:
+        wait_until(lambda: server.describe_death() is not None)
+
+        assert server.describe_death() == (
+            f"the rollout server (process {server.process_id}) ended with exit code 3; its log is {server.log_file}"
+        )
+    assert "no memory" in server.log_file.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_death_of_a_server_is_described_by_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with make_server(tmp_path, "import time; time.sleep(60)") as server:
+        assert server.describe_death() is None
+        os.kill(server.process_id, number)
+        wait_until(lambda: server.describe_death() is not None)
+
+        assert f"was killed by {number.name};" in str(server.describe_death())
+
+
+def test_a_server_that_was_not_started_is_not_dead(tmp_path: Path) -> None:
+    assert make_server(tmp_path, "pass").describe_death() is None
+
+
+def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    id_file = tmp_path / "id"
+    run = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from megatron_a3po.rollout.servers import LocalServer
+
+        def command(model, port, arguments):
+            return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+        with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r}), make_command=command) as server:
+            Path({str(id_file)!r}).write_text(str(server.process_id))
+            time.sleep(60)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        wait_until(lambda: bool(written_ids(id_file)), timeout_seconds=20.0)
+        (server_id,) = written_ids(id_file)
+        assert is_running(server_id)
+    finally:
+        process.kill()
+        process.wait()
+
+    wait_until(lambda: not is_running(server_id), timeout_seconds=3.0)
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:
+    with make_server(tmp_path, "import time; time.sleep(60)") as server:
+        assert os.getpgid(server.process_id) == server.process_id != os.getpgrp()
+
+
+def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path: Path) -> None:
+    # In a container whose first process collects no orphans they stay as zombies; here a subreaper plays that part.
+    run = textwrap.dedent(f"""
+        import ctypes, sys, time
+        from pathlib import Path
+        from megatron_a3po.rollout.servers import LocalServer
+
+        PR_SET_CHILD_SUBREAPER = 36
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ids = Path({str(tmp_path / "ids")!r})
+
+        def command(model, port, arguments):
+            return [sys.executable, "-c", {STUBBORN!r}, str(ids)]
+
+        with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r}), make_command=command):
+            while not ids.exists() or len(ids.read_text().split()) < 2:
+                time.sleep(0.02)
+    """)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    subprocess.run([sys.executable, "-c", run], env=environment, timeout=20.0, check=True)
+
+    assert not any(is_running(id) for id in written_ids(tmp_path / "ids"))
