@@ -3,7 +3,7 @@
 import torch
 
 from megatron_a3po.actor import build_actor
-from megatron_a3po.algorithm.advantage import grpo_advantages
+from megatron_a3po.algorithm.advantage import Advantages, compute_advantages, overlong_penalty
 from megatron_a3po.config import RunConfig, to_yaml
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
 from megatron_a3po.rollout.source import RolloutSource
@@ -11,6 +11,7 @@ from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.recorder import RunRecorder
 from megatron_a3po.runtime.run_dir import claim_run_dir
 from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.types import Trajectory
 from megatron_a3po.weights.gather import gather_hf_tensors
 from megatron_a3po.weights.publisher import WeightPublisher
 
@@ -45,11 +46,19 @@ def train(config: RunConfig) -> None:
             recorder.step(0, publish() | {"eval_accuracy": rollouts.evaluate()})
             for step in range(1, config.num_steps + 1):
                 batch = rollouts.next_batch()
-                rewards = torch.tensor([trajectory.reward for trajectory in batch])
-                advantages = grpo_advantages(rewards, torch.tensor([trajectory.group_id for trajectory in batch]))
+                advantages = batch_advantages(batch, config)
                 metrics = actor.train_step(batch, advantages.values) | batch_metrics(batch, advantages, step - 1)
                 metrics |= publish()
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
         recorder.finish(rollouts.ledger_counts())
+
+
+def batch_advantages(batch: list[Trajectory], config: RunConfig) -> Advantages:
+    """Rewards, shaped by length, relative to their groups."""
+    lengths = torch.tensor([trajectory.response_length for trajectory in batch])
+    rewards = torch.tensor([trajectory.reward for trajectory in batch])
+    rewards += overlong_penalty(lengths, config.rollout.max_new_tokens, config.algorithm.overlong_buffer_tokens)
+    group_ids = torch.tensor([trajectory.group_id for trajectory in batch])
+    return compute_advantages(rewards, group_ids, config.algorithm.advantage)

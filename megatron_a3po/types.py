@@ -75,8 +75,10 @@ class Microbatch:
     cu_seqlens: Tensor
     """[sequences + 1] int32"""
     max_seqlen: int
-    proximal_logprobs: Tensor | None = None
-    """[tokens] float32 on the last pipeline stage, where the method computed them by a forward pass of its own"""
+    recomputed_logprobs: Tensor | None = None
+    """float32, of the policy at the start of the step by a forward pass of its own; last pipeline stage only"""
+    reference_logprobs: Tensor | None = None
+    """float32, of the frozen reference policy; last pipeline stage only"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

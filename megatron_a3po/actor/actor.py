@@ -2,23 +2,23 @@
 
 import dataclasses
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_a3po.actor.forward_step import PolicyHead, run_microbatches
+from megatron_a3po.actor.forward_step import run_microbatches
+from megatron_a3po.actor.head import PolicyHead, choose_output_layer
 from megatron_a3po.actor.model import PolicyModel, build_model
+from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective
 from megatron_a3po.actor.optimizer import build_optimizer
-from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
-from megatron_a3po.algorithm.loss import decoupled_ppo_loss
-from megatron_a3po.algorithm.proximal import proximal_logprobs
+from megatron_a3po.actor.precision import parameter_dtype
+from megatron_a3po.actor.reference import ReferenceWeights
 from megatron_a3po.config import RunConfig
 from megatron_a3po.data.packing import assign_microbatches, pack
 from megatron_a3po.errors import PublishError, TrainingError
 from megatron_a3po.parallel.reduce import reduce_statistics
+from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Microbatch, Trajectory
 
@@ -32,14 +32,27 @@ class PolicyActor:
         self._timer = timer
         self.version = 0
         """Weight version: the number of optimizer steps so far."""
-        self._proximal_seconds = 0.0
-        self._loss_options = config.algorithm.model_dump(exclude={"max_nonfinite_share"})
         self.model: PolicyModel = build_model(config.model, config.parallel, config.precision, seed=config.seed)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.model.chunks)
-        self._head = PolicyHead(
-            tp_group=self.model.groups.tp,
-            vocab_size=self.model.vocab_size,
+        self._objective = Objective(config)
+        self._reference = ReferenceWeights(self.model.chunks) if config.algorithm.kl_coefficient > 0 else None
+        self._head = self._build_head()
+
+    def _build_head(self) -> PolicyHead:
+        config, model = self._config, self.model
+        output_layer, why = choose_output_layer(
+            config.actor.output_layer,
+            tokens=config.actor.microbatch_tokens,
+            columns=model.padded_vocab_size // model.groups.tp.size(),
+            item_bytes=parameter_dtype(config.precision).itemsize,
+        )
+        logger.info(why)
+        return PolicyHead(
+            tp_group=model.groups.tp,
+            vocab_size=model.vocab_size,
             temperature=config.rollout.temperature,
+            output_layer=output_layer,
+            with_entropy=config.algorithm.entropy_coefficient > 0,
         )
 
     def train_step(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> dict[str, float]:
@@ -49,10 +62,7 @@ class PolicyActor:
         the gradient are not finite.
         """
         with self._timer.phase("train"):
-            microbatches = self._microbatches(trajectories, advantages)
-            self._proximal_seconds = 0.0
-            if self._config.proximal == "recompute":
-                microbatches = self._with_proximal_logprobs(microbatches)
+            microbatches = self._with_forward_passes(self._microbatches(trajectories, advantages))
             metrics = self._forward_backward(microbatches)
             self._refuse_nonfinite(metrics)
             metrics["gradient_norm"] = self._optimizer_step()
@@ -112,58 +122,46 @@ class PolicyActor:
             for indices in share
         ]
 
-    def _with_proximal_logprobs(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """Decoupled PPO's proximal policy: the weights at the start of the step, by a forward pass."""
-        with self._counting_proximal_seconds():
-            reports = self._run(
-                microbatches,
-                lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()),
-                forward_only=True,
-            )
-        # Only the last stage has them, and only the last stage computes the loss.
-        return [
-            dataclasses.replace(microbatch, proximal_logprobs=logprobs)
-            for microbatch, logprobs in zip(microbatches, reports or [None] * len(microbatches), strict=True)
-        ]
+    def _with_forward_passes(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """Add the log-probs that the objective needs beside the training forward."""
+        self._objective.proximal_seconds = 0.0
+        if self._objective.needs_recomputed_logprobs:
+            with self._objective.counting_proximal_seconds():
+                microbatches = self._with_logprobs(microbatches, "recomputed_logprobs")
+        if self._reference is not None:
+            with self._reference.in_place():
+                microbatches = self._with_logprobs(microbatches, "reference_logprobs")
+        return microbatches
 
-    @contextmanager
-    def _counting_proximal_seconds(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._proximal_seconds += time.perf_counter() - start
+    def _with_logprobs(self, microbatches: list[Microbatch], field: str) -> list[Microbatch]:
+        reports = self._run(
+            microbatches, lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()), forward_only=True
+        )
+        # Only the last stage has them, and only the last stage computes the loss.
+        if not reports:
+            return microbatches
+        return [
+            dataclasses.replace(microbatch, **{field: logprobs})
+            for microbatch, logprobs in zip(microbatches, reports, strict=True)
+        ]
 
     def _forward_backward(self, microbatches: list[Microbatch]) -> dict[str, float]:
         """Leaves the gradient of the batch in the model; returns the loss's diagnostics over the whole batch."""
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        reports = self._run(microbatches, self._loss, forward_only=False)
+        reports = self._run(
+            microbatches,
+            lambda logprobs, entropy, microbatch: self._objective(logprobs, entropy, microbatch, self.version),
+            forward_only=False,
+        )
         local = None
         if reports:
             largest = torch.stack([maxima for _, maxima in reports]).amax(0)
-            spent = largest.new_tensor([self._proximal_seconds])
+            spent = largest.new_tensor([self._objective.proximal_seconds])
             local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([largest, spent])
-        (*sums, entropy), (*maxima, seconds) = self._reduce(local, num_sums=len(SUMS) + 1, num_maxima=len(MAXIMA) + 1)
-        metrics = summarize(sums, maxima)
-        return metrics | {"entropy": entropy / max(metrics["loss_tokens"], 1.0), "proximal_seconds": seconds}
-
-    def _loss(self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        staleness = self.version - microbatch.weight_versions
-        proximal = microbatch.proximal_logprobs
-        if proximal is None:
-            with self._counting_proximal_seconds():
-                proximal = proximal_logprobs(logprobs, microbatch.behaviour_logprobs, staleness)
-        output = decoupled_ppo_loss(
-            logprobs,
-            microbatch.behaviour_logprobs,
-            proximal,
-            staleness,
-            microbatch.advantages,
-            microbatch.loss_mask,
-            **self._loss_options,
-        )
-        entropy_sum = torch.where(microbatch.loss_mask, entropy.detach().double(), 0.0).sum()
-        return output.loss_sum, (torch.cat([output.sums, entropy_sum[None]]), output.maxima)
+        sums, (*maxima, seconds) = self._reduce(local, num_sums=NUM_SUMS, num_maxima=NUM_MAXIMA + 1)
+        return self._objective.metrics(sums, maxima) | {"proximal_seconds": seconds}
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
         limit = self._config.algorithm.max_nonfinite_share

@@ -6,7 +6,6 @@ all microbatches and data-parallel ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,41 +13,23 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_a3po.parallel.vocab_parallel import logprobs_and_entropy
 from megatron_a3po.types import Microbatch
 
 LossFunction = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, Any]]
 """(log-probs of the labels, entropy, microbatch), tensors [tokens] float32 -> (sum of losses, report)"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyHead:
-    """Log-probs of the labels from the last stage's hidden states, in place of Megatron's own loss."""
-
-    tp_group: torch.distributed.ProcessGroup
-    vocab_size: int
-    temperature: float
-
-    def __call__(
-        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Tensor, **_: Any
-    ) -> Tensor:
-        """[2, tokens] float32: log-probs of the labels `context`, and entropy (without gradient)."""
-        logits, _bias = output_layer(hidden_states, weight=output_weight)  # [tokens, 1, vocab/tp]
-        logprobs, entropy = logprobs_and_entropy(
-            logits.squeeze(1), context, self.tp_group, temperature=self.temperature, vocab_size=self.vocab_size
-        )
-        return torch.stack([logprobs, entropy])
-
-
 def run_microbatches(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
-    head: PolicyHead,
+    head: Callable[..., Tensor],
     loss_function: LossFunction,
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """All microbatches through the 1F1B schedule; gradients are left in the chunks unless `forward_only`.
+    """All microbatches through the 1F1B schedule; `head` (see `actor.head`) gives log-probs and entropy.
+
+    Gradients are left in the chunks unless `forward_only`.
 
     Collective over the pipeline and its tensor-parallel ranks. Returns the loss function's reports on the last stage,
     an empty list on the others.
@@ -62,7 +43,7 @@ def run_microbatches(
             None,
             packed_seq_params=_packed_seq_params(microbatch),
             output_processor=head,
-            output_processor_context=microbatch.labels,
+            output_processor_context=microbatch,
         )
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.bridge import AutoBridge
+from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,6 +15,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_a3po.actor.precision import model_precision, parameter_dtype
 from megatron_a3po.config import ParallelConfig
+
+_VOCAB_MULTIPLE = 64
+"""The vocabulary of every rank is padded to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +31,8 @@ class PolicyModel:
     groups: ProcessGroupCollection
     vocab_size: int
     """of the Hugging Face model, without padding"""
+    padded_vocab_size: int
+    """over all tensor-parallel ranks"""
 
 
 def build_model(folder: Path, parallel: ParallelConfig, precision: Any, *, seed: int) -> PolicyModel:
@@ -58,7 +64,14 @@ def build_model(folder: Path, parallel: ParallelConfig, precision: Any, *, seed:
 
     model_config = get_model_config(chunks[0])
     model_config.finalize_model_grads_func = finalize_model_grads
-    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=bridge.hf_pretrained.config.vocab_size)
+    vocab_size = bridge.hf_pretrained.config.vocab_size
+    return PolicyModel(
+        chunks=chunks,
+        bridge=bridge,
+        groups=groups,
+        vocab_size=vocab_size,
+        padded_vocab_size=calculate_padded_vocab_size(vocab_size, _VOCAB_MULTIPLE, parallel.tensor),
+    )
 
 
 def _provider_settings(parallel: ParallelConfig, precision: Any) -> dict[str, Any]:
@@ -73,7 +86,7 @@ def _provider_settings(parallel: ParallelConfig, precision: Any) -> dict[str, An
         # The loss is a sum over tokens, divided once by the tokens of the whole batch. DDP reads it when it is built.
         "calculate_per_token_loss": True,
         "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": 64,
+        "make_vocab_size_divisible_by": _VOCAB_MULTIPLE,
         "use_cpu_initialization": True,
         # megatron-bridge turns it on wherever TE imports, but ColumnParallelLinear then demands apex's extension.
         "gradient_accumulation_fusion": False,

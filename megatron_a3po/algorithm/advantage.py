@@ -1,12 +1,15 @@
 """From rewards to advantages, by group id: a group may have lost a member, so position in the batch means nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 EPSILON = 1e-4
-"""Added to the group's standard deviation."""
+"""Added to a standard deviation before dividing by it."""
+AdvantageMethod = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,27 +18,77 @@ class Advantages:
     """[trajectories] float32"""
     num_groups: int
     num_zero_variance_groups: int
-    """Groups that teach nothing: a single member, or equal rewards"""
+    """Groups that compare nothing: a single member, or equal rewards"""
 
 
-def grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Advantages:
-    """(reward - mean of the group) / (standard deviation of the group + 1e-4); DeepSeekMath, arXiv 2402.03300, eq. 3.
-
-    rewards [trajectories] float, group_ids [trajectories] int64. The standard deviation is the unbiased one.
-    """
-    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    rewards = rewards.double()
-    mean = torch.zeros(len(count), dtype=rewards.dtype).index_add(0, group, rewards) / count
-    deviation = rewards - mean[group]
-    variance = torch.zeros_like(mean).index_add(0, group, deviation**2) / (count - 1).clamp(min=1)
-    equal = _per_group(rewards, group, len(count), "amax") == _per_group(rewards, group, len(count), "amin")
-    values = deviation / (variance.sqrt()[group] + EPSILON)
+def compute_advantages(rewards: Tensor, group_ids: Tensor, method: AdvantageMethod = "grpo") -> Advantages:
+    """rewards [trajectories] float, group_ids [trajectories] int64; in float64, then rounded."""
+    groups = _Groups(rewards.double(), group_ids)
     return Advantages(
-        values=torch.where(equal[group], 0.0, values).float(),
-        num_groups=len(count),
-        num_zero_variance_groups=int(equal.sum()),
+        values=_METHODS[method](groups).float(),
+        num_groups=groups.num_groups,
+        num_zero_variance_groups=int(groups.equal.sum()),
     )
 
 
-def _per_group(values: Tensor, group: Tensor, num_groups: int, reduce: str) -> Tensor:
-    return torch.zeros(num_groups, dtype=values.dtype).scatter_reduce(0, group, values, reduce, include_self=False)
+class _Groups:
+    """Rewards [trajectories] float64 with what the methods need of their groups."""
+
+    def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
+        self.rewards = rewards
+        _, self._index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+        self.num_groups = len(counts)
+        # Compared instead of subtracted: the mean of equal rewards need not equal them in floats.
+        self.equal = self._reduce("amax") == self._reduce("amin")
+        self.size = counts[self._index]
+        """[trajectories], of the trajectory's own group, as the next two"""
+        deviation = rewards - (self._reduce("sum") / counts)[self._index]
+        self.deviation = torch.where(self.equal[self._index], 0.0, deviation)
+        variance = torch.zeros_like(counts, dtype=rewards.dtype).index_add(0, self._index, self.deviation**2)
+        self.standard_deviation = (variance / (counts - 1).clamp(min=1)).sqrt()[self._index]
+
+    def _reduce(self, reduce: str) -> Tensor:
+        initial = torch.zeros(self.num_groups, dtype=self.rewards.dtype)
+        return initial.scatter_reduce(0, self._index, self.rewards, reduce, include_self=False)
+
+
+def _grpo(groups: _Groups) -> Tensor:
+    """(reward - mean of the group) / standard deviation of the group (unbiased); arXiv 2402.03300, section 4.1.2."""
+    return groups.deviation / (groups.standard_deviation + EPSILON)
+
+
+def _dr_grpo(groups: _Groups) -> Tensor:
+    """reward - mean of the group: without the division, hard and easy prompts weigh as they are; arXiv 2503.20783."""
+    return groups.deviation
+
+
+def _rloo(groups: _Groups) -> Tensor:
+    """reward - mean of the *other* members of the group; arXiv 2402.14740."""
+    return groups.deviation * groups.size / (groups.size - 1).clamp(min=1)
+
+
+def _reinforce_pp(groups: _Groups) -> Tensor:
+    """Reward normalised over the whole batch, without groups; arXiv 2501.03262."""
+    rewards = groups.rewards
+    if bool((rewards == rewards[0]).all()):
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + EPSILON)
+
+
+_METHODS: dict[AdvantageMethod, Callable[[_Groups], Tensor]] = {
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+    "rloo": _rloo,
+    "reinforce_pp": _reinforce_pp,
+}
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
+    """What is added to the rewards of responses near the length limit; DAPO, arXiv 2503.14476, eq. 13.
+
+    0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens. lengths [trajectories] int64;
+    returns float32. buffer_tokens = 0: no penalty.
+    """
+    if buffer_tokens == 0:
+        return torch.zeros(lengths.shape, dtype=torch.float32)
+    return -((lengths - (max_tokens - buffer_tokens)).float() / buffer_tokens).clamp(0.0, 1.0)

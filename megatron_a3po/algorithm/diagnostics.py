@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_a3po.algorithm.proximal import behaviour_weight
-
 SUMS = (
     "loss",
     "loss_tokens",
@@ -17,7 +15,6 @@ SUMS = (
     "clamped_tokens",
     "fresh_tokens",
     "staleness",
-    "behaviour_weight",
     "importance_weight",
     "capped_tokens",
     "ratio",
@@ -57,7 +54,8 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
     used = terms.used
     log_ratio = terms.target_logprobs - terms.behaviour_logprobs
     rho = log_ratio.clamp(-max_log_ratio, max_log_ratio).double().exp()
-    fresh = used & (terms.staleness == 0)
+    staleness = torch.where(used, terms.staleness, 0)
+    fresh = used & (staleness == 0)
     difference = log_ratio.abs()
     zero = torch.zeros((), dtype=torch.float64, device=used.device)
 
@@ -74,8 +72,7 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
         (terms.loss_mask & ~used).sum().double(),
         (used & (difference > max_log_ratio)).sum().double(),
         fresh.sum().double(),
-        total(terms.staleness),
-        total(behaviour_weight(terms.staleness)),
+        total(staleness),
         total(terms.importance_weight),
         terms.capped.sum().double(),
         total(terms.ratio),
@@ -89,7 +86,7 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
         total(difference, fresh),
     )
     maxima = (
-        largest(terms.staleness),
+        largest(staleness),
         largest(terms.importance_weight),
         largest(terms.ratio),
         largest(difference, fresh),
@@ -114,7 +111,6 @@ def summarize(sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float
         "clamped_tokens": total["clamped_tokens"],
         "fresh_tokens": total["fresh_tokens"],
         "staleness_mean": total["staleness"] / used,
-        "behaviour_weight_mean": total["behaviour_weight"] / used,
         "importance_weight_mean": total["importance_weight"] / used,
         "capped_share": total["capped_tokens"] / used,
         "ratio_mean": total["ratio"] / used,

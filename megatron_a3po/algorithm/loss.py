@@ -9,6 +9,7 @@ from megatron_a3po.algorithm.diagnostics import TokenTerms, measure
 from megatron_a3po.algorithm.proximal import proximal_logprobs
 from megatron_a3po.types import LossOutput
 
+Level = Literal["token", "sequence"]
 MAX_LOG_RATIO = 20.0
 """Beyond e^20 between target and behaviour, log-ratios are cut before exp, so that float32 stays finite."""
 
@@ -58,14 +59,22 @@ def decoupled_ppo_loss(
     dual_clip: float | None = None,
     weight_cap: float | None = None,
     weight_cap_mode: Literal["mask", "clamp"] = "mask",
+    weight_cap_level: Level = "token",
+    ratio_level: Level = "token",
+    sequence_ids: Tensor | None = None,
 ) -> LossOutput:
     """- sum_t mask_t * w_t * min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
     with w = pi_proximal / pi_behaviour (no gradient) and r = pi_target / pi_proximal; decoupled PPO, arXiv 2110.00641.
 
-    All tensors [tokens]: log-probs and advantages float32, staleness int64 (for the diagnostics only), mask bool.
-    `target_logprobs` alone carries gradient. `dual_clip` bounds the surrogate of negative advantages by
-    dual_clip * |A|, before w. A token with w over `weight_cap` gives nothing ("mask") or has it cut ("clamp").
+    All tensors [tokens]: log-probs and advantages float32, staleness int64 (for the diagnostics only), mask bool,
+    sequence_ids int64 (needed by the sequence levels). `target_logprobs` alone carries gradient.
+
+    * `dual_clip` bounds the surrogate of negative advantages by dual_clip * |A|, before w; arXiv 1912.09729.
+    * A token whose w exceeds `weight_cap` gives nothing ("mask"), or has w cut to the cap ("clamp"). At the level
+      "sequence" the geometric mean of w over the sequence is compared: then all its tokens give nothing, or their
+      weights are scaled down until that mean is the cap.
+    * `ratio_level` "sequence": r, and w with it, is the geometric mean over the sequence; GSPO, arXiv 2507.18071.
 
     `loss_sum` is a sum: the caller divides by the loss tokens of the whole batch, counted before any cap. Whatever
     stands in masked positions leaves loss and gradients bit for bit as they are; loss tokens whose log-probs are not
@@ -78,44 +87,58 @@ def decoupled_ppo_loss(
     b = torch.where(used, behaviour_logprobs, 0.0)
     p = torch.where(used, proximal.detach(), 0.0)
     advantage = torch.where(used, advantages, 0.0)
-    d = torch.where(used, staleness, 0)
+    log_w, log_r = p - b, theta - p
+    if ratio_level == "sequence":
+        log_w, log_r = _sequence_mean(log_w, used, sequence_ids), _sequence_mean(log_r, used, sequence_ids)
 
-    w = _exp(p - b)
-    r = _exp(theta - p)
+    w = _exp(log_w)
+    r = _exp(log_r)
 
     surrogate = torch.minimum(r * advantage, r.clamp(1 - clip_epsilon_low, 1 + clip_epsilon_high) * advantage)
-    clipped_low = (advantage < 0) & (r < 1 - clip_epsilon_low)
-    clipped_high = (advantage > 0) & (r > 1 + clip_epsilon_high)
     dual_clipped = torch.zeros_like(used)
     if dual_clip is not None:
         dual_clipped = (advantage < 0) & (r > dual_clip)
         surrogate = torch.where(dual_clipped, dual_clip * advantage, surrogate)
 
-    weight, capped = _cap(w, used, weight_cap, weight_cap_mode)
+    over_cap = w if weight_cap_level == "token" else _exp(_sequence_mean(log_w, used, sequence_ids))
+    weight, capped = _cap(w, over_cap, used, weight_cap, weight_cap_mode)
     loss_sum = -(weight * surrogate).sum()
     terms = TokenTerms(
         loss_mask=loss_mask,
         used=used,
         target_logprobs=theta.detach(),
         behaviour_logprobs=b,
-        staleness=d,
+        staleness=staleness,
         importance_weight=w,
         ratio=r.detach(),
         capped=capped,
-        clipped_low=clipped_low,
-        clipped_high=clipped_high,
+        clipped_low=(advantage < 0) & (r < 1 - clip_epsilon_low),
+        clipped_high=(advantage > 0) & (r > 1 + clip_epsilon_high),
         dual_clipped=dual_clipped,
     )
     sums, maxima = measure(terms, loss_sum.detach(), MAX_LOG_RATIO)
     return LossOutput(loss_sum=loss_sum, sums=sums, maxima=maxima)
 
 
-def _cap(w: Tensor, used: Tensor, cap: float | None, mode: Literal["mask", "clamp"]) -> tuple[Tensor, Tensor]:
-    """The importance weight that is applied, and which tokens the cap changed."""
+def _cap(
+    w: Tensor, compared: Tensor, used: Tensor, cap: float | None, mode: Literal["mask", "clamp"]
+) -> tuple[Tensor, Tensor]:
+    """The weight that is applied, and which tokens the cap changed. `compared`: w, or the mean of its sequence."""
     if cap is None:
         return w, torch.zeros_like(used)
-    capped = used & (w > cap)
-    return torch.where(capped, 0.0 if mode == "mask" else cap, w), capped
+    capped = used & (compared > cap)
+    return torch.where(capped, 0.0 if mode == "mask" else w * (cap / compared), w), capped
+
+
+def _sequence_mean(values: Tensor, used: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    """Mean over the used tokens of each sequence, at each of its used tokens; 0 elsewhere. With gradient."""
+    if sequence_ids is None:
+        raise ValueError("a loss at the level of sequences needs sequence_ids")
+    index = torch.where(used, sequence_ids, 0)
+    num_sequences = int(index.max()) + 1 if index.numel() else 1
+    totals = values.new_zeros(num_sequences).index_add(0, index, torch.where(used, values, 0.0))
+    counts = values.new_zeros(num_sequences).index_add(0, index, used.to(values.dtype))
+    return torch.where(used, (totals / counts.clamp(min=1))[index], 0.0)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-ProximalMethod = Literal["loglinear", "recompute"]
-WeightCapMode = Literal["mask", "clamp"]
+ProximalMethod = Literal["loglinear", "recompute", "reuse_target", "behaviour", "linear"]
+Level = Literal["token", "sequence"]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -17,18 +17,43 @@ class _Section(BaseModel):
 
 
 class AlgorithmConfig(_Section):
+    behaviour_weight: Literal["inverse", "inverse_sqrt"] | Share = "inverse"
+    """Weight of the behaviour policy in the proximal one at staleness d >= 1: 1/d, 1/sqrt(d), or a constant number."""
+    fresh_anchor: Literal["target", "behaviour"] = "target"
+    """The proximal policy of a token of the present version: the policy itself (the paper), or the behaviour policy."""
+    compare_with_recompute: bool = False
+    """Report the errors of the approximation against a forward pass, which costs that pass."""
     clip_epsilon_low: Share = 0.2
     """The ratio pi_target / pi_proximal is clipped below at 1 - clip_epsilon_low."""
     clip_epsilon_high: PositiveFloat = 0.2
     """... and above at 1 + clip_epsilon_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """For negative advantages the surrogate is bounded by dual_clip * |advantage|; null: no bound."""
+    ratio_level: Level = "token"
+    """sequence: ratios and weights are geometric means over a response (GSPO)."""
     weight_cap: PositiveFloat | None = 5.0
     """Cap on the importance weight pi_proximal / pi_behaviour; null: none."""
-    weight_cap_mode: WeightCapMode = "mask"
-    """mask: a token over the cap gives no gradient. clamp: its weight is cut to the cap."""
+    weight_cap_mode: Literal["mask", "clamp"] = "mask"
+    """mask: what is over the cap gives no gradient. clamp: its weight is cut to the cap."""
+    weight_cap_level: Level = "token"
+    """sequence: the geometric mean over a response is compared with the cap, for all its tokens."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
+    """Responses that end within so many tokens of max_new_tokens lose up to 1 of their reward (DAPO); 0: none."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty to the starting policy; above 0, its weights are kept in host memory."""
+    kl_estimator: Literal["k1", "k3"] = "k3"
     max_nonfinite_share: Share = 0.01
     """The run fails when a larger share of a batch's loss tokens has log-probs that are not finite."""
+    zero_variance_alarm_steps: Positive = 5
+    """A warning appears when in so many steps in a row every group had equal rewards."""
+
+    def loss_options(self) -> dict[str, Any]:
+        """The keyword arguments of `algorithm.loss.decoupled_ppo_loss`."""
+        names = {"clip_epsilon_low", "clip_epsilon_high", "dual_clip", "ratio_level"}
+        return self.model_dump(include=names | {"weight_cap", "weight_cap_mode", "weight_cap_level"})
 
 
 class DataConfig(_Section):
@@ -72,6 +97,8 @@ class ParallelConfig(_Section):
 
 
 class ActorConfig(_Section):
+    output_layer: Literal["auto", "fused", "logits"] = "auto"
+    """fused: log-probs straight from the hidden states, without logits in memory. auto: fused for large logits."""
     microbatch_tokens: Positive = 8192
     """Upper bound on the tokens of a packed microbatch, and so on a single sequence."""
     collective_timeout_seconds: PositiveFloat = 600
@@ -118,7 +145,8 @@ class RunConfig(_Section):
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """No token is trained on that was sampled by weights older than this many versions; 0: synchronous."""
     proximal: ProximalMethod = "loglinear"
-    """loglinear: A-3PO, no extra forward pass. recompute: decoupled PPO, one extra forward pass per step."""
+    """loglinear: A-3PO. recompute: decoupled PPO, with a forward pass of its own. reuse_target: the same without it,
+    for one optimizer step per batch. behaviour: PPO that ignores staleness. linear: A-3PO in probabilities."""
     device: Literal["cuda", "cpu"] = "cuda"
     precision: Literal["bf16", "fp32"] = "bf16"
     seed: Annotated[int, Field(ge=0)] = 0

@@ -1,13 +1,24 @@
-"""Log-probs and entropy of vocab-parallel logits. What is gathered is four floats per token and rank."""
+"""Log-probs and entropy of a vocab-parallel output layer. What is gathered is four floats per token and rank.
+
+Both functions walk over tiles of float32 logits. One takes its tiles from logits that are there; the other computes
+them from the hidden states, in the forward and again in the backward, so that the logits never exist as a whole.
+"""
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _TILE_ELEMENTS = 1 << 22
-"""Logits converted to float32 at a time: 16 MiB per temporary."""
+"""Float32 logits at a time: 16 MiB per temporary."""
+_TILE_ROWS = 1024
+"""Tokens of a tile that is computed: enough for a matrix product to run at full speed."""
 _EXCLUDED = -1e30
 """Stands for padded vocabulary. Finite, since an infinity would make the entropy 0 * inf."""
+
+_MakeTile = Callable[[slice, slice], Tensor]
+"""(rows, columns) -> a fresh float32 tile of unscaled logits"""
 
 
 def logprobs_and_entropy(
@@ -28,74 +39,176 @@ def logprobs_and_entropy(
     Collectives: one all-gather of four floats per token, whatever the mask; none in the backward. The merge follows the
     rank order, so that the result is the same on every rank and in every run.
     """
-    logprobs, entropy = _LogprobsAndEntropy.apply(logits, labels, tp_group, temperature, vocab_size)
+    logprobs, entropy = _FromLogits.apply(logits, labels, tp_group, temperature, vocab_size)
     return logprobs, entropy if with_entropy else entropy.detach()
 
 
-class _LogprobsAndEntropy(torch.autograd.Function):
+def linear_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_and_entropy` of hidden @ weight.T, fused with that product: the logits exist one tile at a time.
+
+    hidden [tokens, hidden size], equal on every rank; weight [vocab/tp, hidden size], this rank's rows of the output
+    layer or of the tied embedding; both of one float dtype, multiplied and accumulated in float32.
+
+    Collectives: the forward's all-gather of four floats per token; in the backward one all-reduce of the gradient of
+    `hidden`, which is therefore whole on every rank. The backward computes the tiles a second time: four matrix
+    products instead of three, for memory that grows neither with the vocabulary nor, but for the gradient of `hidden`,
+    with the tokens.
+    """
+    logprobs, entropy = _FromHidden.apply(hidden, weight, labels, tp_group, temperature, vocab_size)
+    return logprobs, entropy if with_entropy else entropy.detach()
+
+
+class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, tp_group, temperature, vocab_size):  # type: ignore[no-untyped-def]
-        first = tp_group.rank() * logits.shape[-1] if tp_group is not None else 0
-        ctx.temperature, ctx.first = temperature, first
-        ctx.num_columns = logits.shape[-1] if vocab_size is None else vocab_size - first
-
-        local = torch.empty(4, logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in _tiles(logits):
-            z = _scaled(logits[rows], temperature, ctx.num_columns)
-            column, mine = _local_columns(labels[rows], first, logits.shape[-1])
-            local[3, rows] = torch.where(mine, z.gather(-1, column[:, None])[:, 0], 0.0)
-            local[0, rows] = z.amax(-1)
-            z -= local[0, rows, None]
-            exponentials = z.exp()
-            local[1, rows] = exponentials.sum(-1)
-            local[2, rows] = exponentials.mul_(z).sum(-1)
-        maximum, normaliser, weighted, label_logit = _merge(_all_gather(local, tp_group))
-
-        # The maximum comes off the logits first and is never added to the normaliser: large ones would round it away.
-        log_normaliser = normaliser.log()
-        entropy = log_normaliser - weighted / normaliser
-        ctx.save_for_backward(logits, labels, maximum, log_normaliser, entropy)
+        head = _Head(logits.shape[-1], labels, tp_group, temperature, vocab_size)
+        ctx.head = head
+        ctx.tile_shape = max(1, _TILE_ELEMENTS // logits.shape[-1]), logits.shape[-1]
+        logprobs, entropy, normaliser = head.forward(_copy_of(logits), ctx.tile_shape)
+        ctx.save_for_backward(logits, normaliser, entropy)
         ctx.set_materialize_grads(False)
-        return label_logit - maximum - log_normaliser, entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
-        logits, labels, maximum, log_normaliser, entropy = ctx.saved_tensors
+        logits, normaliser, entropy = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
-        for rows in _tiles(logits):
-            z = _scaled(logits[rows], ctx.temperature, ctx.num_columns)
-            z -= maximum[rows, None]
-            z -= log_normaliser[rows, None]
-            probabilities = z.exp()
-            grad = torch.zeros_like(z)
-            if grad_entropy is not None:
-                grad -= grad_entropy[rows, None] * probabilities * (z + entropy[rows, None])
-            if grad_logprobs is not None:
-                grad -= grad_logprobs[rows, None] * probabilities
-                column, mine = _local_columns(labels[rows], ctx.first, logits.shape[-1])
-                grad.scatter_add_(-1, column[:, None], torch.where(mine, grad_logprobs[rows], 0.0)[:, None])
-            grad_logits[rows] = grad.div_(ctx.temperature)
+        gradients = ctx.head.backward(
+            _copy_of(logits), ctx.tile_shape, normaliser, entropy, grad_logprobs, grad_entropy
+        )
+        for rows, columns, gradient in gradients:
+            grad_logits[rows, columns] = gradient
         return grad_logits, None, None, None, None
 
 
-def _tiles(logits: Tensor) -> list[slice]:
-    step = max(1, _TILE_ELEMENTS // max(1, logits.shape[-1]))
-    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, tp_group, temperature, vocab_size):  # type: ignore[no-untyped-def]
+        head = _Head(weight.shape[0], labels, tp_group, temperature, vocab_size)
+        ctx.head, ctx.tp_group = head, tp_group
+        ctx.tile_shape = _TILE_ROWS, max(1, _TILE_ELEMENTS // _TILE_ROWS)
+        logprobs, entropy, normaliser = head.forward(_product_of(hidden, weight), ctx.tile_shape)
+        ctx.save_for_backward(hidden, weight, normaliser, entropy)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def]
+        hidden, weight, normaliser, entropy = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        gradients = ctx.head.backward(
+            _product_of(hidden, weight), ctx.tile_shape, normaliser, entropy, grad_logprobs, grad_entropy
+        )
+        for rows, columns, gradient in gradients:
+            grad_hidden[rows].addmm_(gradient, weight[columns].float())
+            grad_weight[columns].addmm_(gradient.T, hidden[rows].float())
+        if ctx.tp_group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.tp_group)
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _scaled(logits: Tensor, temperature: float, num_columns: int) -> Tensor:
-    """A float32 copy of a tile, divided by the temperature, with the padded vocabulary excluded."""
-    z = logits.to(torch.float32, copy=True).div_(temperature)
-    if num_columns < z.shape[-1]:
-        z[:, max(num_columns, 0) :] = _EXCLUDED
-    return z
+def _copy_of(logits: Tensor) -> _MakeTile:
+    return lambda rows, columns: logits[rows, columns].to(torch.float32, copy=True)
 
 
-def _local_columns(labels: Tensor, first: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (some column, where it is elsewhere), and whether it is here."""
-    column = labels - first
-    mine = (column >= 0) & (column < num_columns)
-    return torch.where(mine, column, 0), mine
+def _product_of(hidden: Tensor, weight: Tensor) -> _MakeTile:
+    return lambda rows, columns: hidden[rows].float() @ weight[columns].float().T
+
+
+class _Head:
+    """The softmax over all ranks' columns, seen from one rank; tile by tile in both directions."""
+
+    def __init__(
+        self,
+        num_columns: int,
+        labels: Tensor,
+        tp_group: dist.ProcessGroup | None,
+        temperature: float,
+        vocab_size: int | None,
+    ) -> None:
+        self._num_columns = num_columns
+        self._first = 0 if tp_group is None else tp_group.rank() * num_columns
+        self._num_real_columns = num_columns if vocab_size is None else vocab_size - self._first
+        self._labels = labels
+        self._tp_group = tp_group
+        self._temperature = temperature
+
+    def forward(self, make_tile: _MakeTile, tile_shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropy [tokens], and [2, tokens] for the backward: maximum, and log of the sum above it."""
+        local = self._labels.new_zeros(4, len(self._labels), dtype=torch.float32)
+        local[0] = _EXCLUDED
+        for rows, columns in self._tiles(tile_shape):
+            z = self._scale(make_tile(rows, columns), columns)
+            column, mine = self._label_columns(rows, columns)
+            local[3, rows] += torch.where(mine, z.gather(-1, column[:, None])[:, 0], 0.0)
+            tile_maximum = z.amax(-1)
+            exponentials = z.sub_(tile_maximum[:, None]).exp()
+            tile = torch.stack([tile_maximum, exponentials.sum(-1), exponentials.mul_(z).sum(-1)])
+            local[:3, rows] = _merge(torch.stack([local[:3, rows], tile]))
+        gathered = _all_gather(local, self._tp_group)
+        maximum, normaliser, weighted = _merge(gathered[:, :3])
+
+        # The maximum comes off the logits first and is never added to the normaliser: large ones would round it away.
+        log_normaliser = normaliser.log()
+        logprobs = gathered[:, 3].sum(0) - maximum - log_normaliser
+        return logprobs, log_normaliser - weighted / normaliser, torch.stack([maximum, log_normaliser])
+
+    def backward(
+        self,
+        make_tile: _MakeTile,
+        tile_shape: tuple[int, int],
+        normaliser: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(rows, columns, gradient of the unscaled logits), float32, tile by tile."""
+        for rows, columns in self._tiles(tile_shape):
+            z = self._scale(make_tile(rows, columns), columns)
+            z -= normaliser[0, rows, None]
+            z -= normaliser[1, rows, None]
+            gradient = z.exp()
+            if grad_logprobs is not None:
+                column, mine = self._label_columns(rows, columns)
+                on_label = torch.where(mine, grad_logprobs[rows], 0.0)[:, None]
+            if grad_entropy is not None:
+                # p * (-g_logprob - g_entropy * (log p + entropy))
+                z.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+                gradient *= z if grad_logprobs is None else z.sub_(grad_logprobs[rows, None])
+            elif grad_logprobs is not None:
+                gradient *= -grad_logprobs[rows, None]
+            if grad_logprobs is not None:
+                gradient.scatter_add_(-1, column[:, None], on_label)
+            yield rows, columns, gradient.div_(self._temperature)
+
+    def _tiles(self, shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
+        rows, columns = shape
+        for row in range(0, len(self._labels), rows):
+            for column in range(0, self._num_columns, columns):
+                yield slice(row, row + rows), slice(column, min(column + columns, self._num_columns))
+
+    def _scale(self, z: Tensor, columns: slice) -> Tensor:
+        """Divide by the temperature and exclude the padded vocabulary, in place."""
+        z.div_(self._temperature)
+        if columns.stop > self._num_real_columns:
+            z[:, max(self._num_real_columns - columns.start, 0) :] = _EXCLUDED
+        return z
+
+    def _label_columns(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Column of each label in the tile (some column, where it is elsewhere), and whether it is there."""
+        column = self._labels[rows] - (self._first + columns.start)
+        mine = (column >= 0) & (column < columns.stop - columns.start)
+        return torch.where(mine, column, 0), mine
 
 
 def _all_gather(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
@@ -107,10 +220,10 @@ def _all_gather(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     return torch.stack(gathered)
 
 
-def _merge(gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Maximum, sum of e^(z - maximum), the same sum weighted by z - maximum, and the label's z, over the vocabulary."""
-    maxima, normalisers, weighted, label_logits = gathered.unbind(1)
+def _merge(parts: Tensor) -> Tensor:
+    """[parts, 3, tokens] -> [3, tokens]: maximum, sum of e^(z - maximum), and the same sum weighted by z - maximum."""
+    maxima, normalisers, weighted = parts.unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
     scale = shift.exp()
-    return maximum, (scale * normalisers).sum(0), (scale * (weighted + shift * normalisers)).sum(0), label_logits.sum(0)
+    return torch.stack([maximum, (scale * normalisers).sum(0), (scale * (weighted + shift * normalisers)).sum(0)])

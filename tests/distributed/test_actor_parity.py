@@ -19,14 +19,23 @@ CAP = 2.0
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "proximal", "microbatch_tokens"),
-    [(2, 2, "loglinear", [512, 100, 32]), (2, 2, "recompute", [100]), (2, 1, "loglinear", [100, 32])],
+    ("tensor", "pipeline", "proximal", "output_layer", "microbatch_tokens"),
+    [
+        (2, 2, "loglinear", "logits", [512, 100, 32]),
+        (2, 2, "recompute", "fused", [100, 32]),
+        (2, 1, "loglinear", "fused", [100, 32]),
+    ],
 )
 def test_steps_equal_hugging_face_and_adamw(
-    tmp_path: Path, tensor: int, pipeline: int, proximal: str, microbatch_tokens: list[int]
+    tmp_path: Path, tensor: int, pipeline: int, proximal: str, output_layer: str, microbatch_tokens: list[int]
 ) -> None:
     save_random_qwen3(tmp_path)
-    arguments = json.dumps({"tensor": tensor, "pipeline": pipeline}), json.dumps(microbatch_tokens), proximal
+    arguments = (
+        json.dumps({"tensor": tensor, "pipeline": pipeline}),
+        json.dumps(microbatch_tokens),
+        proximal,
+        output_layer,
+    )
     output = run_ranks(_compare_steps, 4, str(tmp_path), *arguments, timeout_seconds=150)
     results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert len(results) == len(microbatch_tokens)
@@ -40,7 +49,7 @@ def test_steps_equal_hugging_face_and_adamw(
         assert result["capped"] > 0
 
 
-def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal: str) -> None:
+def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal: str, output_layer: str) -> None:
     """One step per bound on the microbatches, each at another version; prints the largest differences as JSON."""
     import torch
     import torch.distributed as dist
@@ -63,7 +72,7 @@ def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal:
         "parallel": json.loads(parallel),
         "optimizer": {"learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPSILON},
         "algorithm": {"clip_epsilon_low": EPSILON, "clip_epsilon_high": EPSILON, "weight_cap": CAP},
-        "actor": {"microbatch_tokens": 512},
+        "actor": {"microbatch_tokens": 512, "output_layer": output_layer},
     }
     config = RunConfig.model_validate(settings)
     init_distributed(RankInfo.from_environment(), "cpu", 60.0)
@@ -87,7 +96,7 @@ def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal:
     actor.optimizer.step = step_after_reading_gradients
     actor.version = 3
     for number, bound in enumerate(json.loads(microbatch_tokens)):
-        settings["actor"] = {"microbatch_tokens": bound}
+        settings["actor"]["microbatch_tokens"] = bound
         actor._config = RunConfig.model_validate(settings)
         batch, advantages = _random_batch(number, actor.version, reference)
         loss = _plain_loss(batch, advantages, actor.version, reference, proximal)

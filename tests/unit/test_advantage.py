@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_a3po.algorithm.advantage import Advantages, grpo_advantages
+from megatron_a3po.algorithm.advantage import Advantages, compute_advantages
 
 seeded = settings(max_examples=40, deadline=None, derandomize=True)
 REWARDS = st.lists(
@@ -20,7 +20,7 @@ REWARDS = st.lists(
 
 def compute(samples: list[tuple[int, float]]) -> Advantages:
     groups, rewards = zip(*samples, strict=True)
-    return grpo_advantages(torch.tensor(rewards), torch.tensor(groups))
+    return compute_advantages(torch.tensor(rewards), torch.tensor(groups))
 
 
 def by_a_loop(samples: list[tuple[int, float]]) -> list[float]:
@@ -83,18 +83,18 @@ def test_equal_rewards_in_double_precision_whose_mean_is_another_number_still_te
         mean += reward
     assert mean / size != 0.1
 
-    assert grpo_advantages(rewards, torch.zeros(size, dtype=torch.int64)).values.tolist() == [0.0] * size
+    assert compute_advantages(rewards, torch.zeros(size, dtype=torch.int64)).values.tolist() == [0.0] * size
 
 
 def test_a_large_offset_common_to_all_rewards_changes_nothing() -> None:
     rewards, groups = torch.tensor([0.0, 1.0, 0.5, 0.25] * 5), torch.zeros(20, dtype=torch.int64)
-    expected = grpo_advantages(rewards, groups).values
+    expected = compute_advantages(rewards, groups).values
 
-    assert torch.equal(grpo_advantages(rewards + 2**20, groups).values, expected)
+    assert torch.equal(compute_advantages(rewards + 2**20, groups).values, expected)
 
 
 def test_integer_rewards_count_as_numbers() -> None:
-    result = grpo_advantages(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    result = compute_advantages(torch.tensor([0, 1]), torch.tensor([0, 0]))
 
     assert result.values.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
 

@@ -62,7 +62,6 @@ def test_every_metric_equals_its_definition_over_the_used_tokens() -> None:
         "clamped_tokens": 0.0,
         "fresh_tokens": (d == 0).sum(),
         "staleness_mean": d.double().mean(),
-        "behaviour_weight_mean": beta.mean(),
         "importance_weight_mean": w.mean(),
         "capped_share": (w > 2.0).double().mean(),
         "ratio_mean": r.mean(),

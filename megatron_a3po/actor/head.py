@@ -1,0 +1,72 @@
+"""Log-probs of the labels from the last stage's hidden states, in place of Megatron's own loss."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_a3po.parallel.vocab_parallel import linear_logprobs_and_entropy, logprobs_and_entropy
+from megatron_a3po.types import Microbatch
+
+OutputLayer = Literal["fused", "logits"]
+_LARGE_LOGITS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyHead:
+    """GPTModel's `output_processor`. Every rank of `tp_group` takes part in its collectives, whatever the mask."""
+
+    tp_group: torch.distributed.ProcessGroup
+    vocab_size: int
+    temperature: float
+    output_layer: OutputLayer
+    with_entropy: bool
+    """whether the entropy carries gradient"""
+
+    def __call__(
+        self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Microbatch, **_: Any
+    ) -> Tensor:
+        """[2, tokens] float32: log-probs of the microbatch's labels, and entropy.
+
+        hidden_states [tokens, 1, hidden size], under sequence parallelism [tokens/tp, 1, hidden size].
+        """
+        if self.output_layer == "logits":
+            logits, _bias = output_layer(hidden_states, weight=output_weight)  # [tokens, 1, vocab/tp]
+            return torch.stack(logprobs_and_entropy(logits.squeeze(1), context.labels, self.tp_group, **self._options))
+        hidden = hidden_states
+        if output_layer.sequence_parallel:
+            # The gradient that comes back is whole on every rank, so it is cut and not added up again.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        # Only loss tokens are worth a row of the vocabulary; at least one, so that no rank skips a collective.
+        rows = context.loss_mask.nonzero()[:, 0]
+        rows = rows if rows.numel() else rows.new_zeros(1)
+        weight = output_layer.weight if output_weight is None else output_weight
+        values = linear_logprobs_and_entropy(
+            hidden.squeeze(1)[rows], weight, context.labels[rows], self.tp_group, **self._options
+        )
+        empty = torch.zeros(2, len(context.labels), dtype=torch.float32, device=hidden.device)
+        return empty.index_copy(1, rows, torch.stack(values))
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "with_entropy": self.with_entropy,
+        }
+
+
+def choose_output_layer(
+    wanted: Literal["auto", "fused", "logits"], *, tokens: int, columns: int, item_bytes: int
+) -> tuple[OutputLayer, str]:
+    """The output layer to use, and why in words. `columns`: padded vocabulary of one tensor-parallel rank."""
+    logits_bytes = 2 * tokens * columns * item_bytes  # the logits and their gradient
+    words = f"the logits of a microbatch and their gradient take {logits_bytes / 2**20:,.0f} MiB on a rank"
+    if wanted != "auto":
+        return wanted, f"output layer {wanted}, as configured; {words}"
+    chosen: OutputLayer = "fused" if logits_bytes > _LARGE_LOGITS_BYTES else "logits"
+    return chosen, f"output layer {chosen}: {words}"

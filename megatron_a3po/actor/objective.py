@@ -1,0 +1,136 @@
+"""From a microbatch's log-probs to its loss, by the configured method, with everything worth reporting."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megatron_a3po.algorithm import proximal
+from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
+from megatron_a3po.algorithm.loss import decoupled_ppo_loss
+from megatron_a3po.algorithm.regularization import kl_to_reference
+from megatron_a3po.config import RunConfig
+from megatron_a3po.types import Microbatch
+
+_MORE_SUMS = (
+    "entropy",
+    "behaviour_weight_mean",
+    "kl_to_reference",
+    "proximal_error",
+    "importance_weight_error",
+    "ratio_error",
+)
+"""Reported as means over loss tokens; the errors are those of the approximation against a forward pass."""
+NUM_SUMS, NUM_MAXIMA = len(SUMS) + len(_MORE_SUMS), len(MAXIMA)
+
+Report = tuple[Tensor, Tensor]
+"""([NUM_SUMS], [NUM_MAXIMA]) float64"""
+
+
+class Objective:
+    """The loss of one training step. Pure but for the clock: all state is in the arguments."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._algorithm = config.algorithm
+        self._loss_options = config.algorithm.loss_options()
+        self.proximal_seconds = 0.0
+        """Host seconds spent on the proximal policy so far"""
+
+    @property
+    def needs_recomputed_logprobs(self) -> bool:
+        return self._config.proximal == "recompute" or self._algorithm.compare_with_recompute
+
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, version: int
+    ) -> tuple[Tensor, Report]:
+        """(sum of the losses of the tokens, report). `logprobs`, `entropy`: [tokens] float32 with graph."""
+        staleness = version - microbatch.weight_versions
+        with self.counting_proximal_seconds():
+            p = self._proximal(logprobs, microbatch, staleness)
+        output = decoupled_ppo_loss(
+            logprobs,
+            microbatch.behaviour_logprobs,
+            p,
+            staleness,
+            microbatch.advantages,
+            microbatch.loss_mask,
+            sequence_ids=_sequence_ids(microbatch),
+            **self._loss_options,
+        )
+        mask, algorithm = microbatch.loss_mask, self._algorithm
+        more = {"entropy": torch.where(mask, entropy, 0.0).sum(), **self._weights(mask, staleness)}
+        loss_sum = output.loss_sum
+        if algorithm.entropy_coefficient > 0:
+            loss_sum = loss_sum - algorithm.entropy_coefficient * more["entropy"]
+        if microbatch.reference_logprobs is not None:
+            more["kl_to_reference"] = self._kl(logprobs, microbatch.reference_logprobs, mask)
+            loss_sum = loss_sum + algorithm.kl_coefficient * more["kl_to_reference"]
+        if microbatch.recomputed_logprobs is not None:
+            more |= _errors(logprobs.detach(), microbatch.behaviour_logprobs, p, microbatch.recomputed_logprobs, mask)
+        zero = torch.zeros((), dtype=torch.float64, device=mask.device)
+        sums = torch.stack([more.get(name, zero).detach().double() for name in _MORE_SUMS])
+        return loss_sum, (torch.cat([output.sums, sums]), output.maxima)
+
+    def metrics(self, sums: list[float], maxima: list[float]) -> dict[str, float]:
+        """Readable metrics from the reports' totals over microbatches and ranks."""
+        metrics = summarize(sums[: len(SUMS)], maxima)
+        tokens = max(metrics["loss_tokens"], 1.0)
+        return metrics | {name: value / tokens for name, value in zip(_MORE_SUMS, sums[len(SUMS) :], strict=True)}
+
+    @contextmanager
+    def counting_proximal_seconds(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.proximal_seconds += time.perf_counter() - start
+
+    def _proximal(self, logprobs: Tensor, microbatch: Microbatch, staleness: Tensor) -> Tensor:
+        """log pi_proximal, [tokens] float32 without gradient."""
+        match self._config.proximal:
+            case "recompute":
+                assert microbatch.recomputed_logprobs is not None
+                return microbatch.recomputed_logprobs
+            case "reuse_target":
+                return logprobs.detach()
+            case "behaviour":
+                return microbatch.behaviour_logprobs
+            case "loglinear":
+                interpolate = proximal.proximal_logprobs
+            case "linear":
+                interpolate = proximal.linear_proximal_logprobs
+        schedule, anchor = self._algorithm.behaviour_weight, self._algorithm.fresh_anchor
+        return interpolate(logprobs, microbatch.behaviour_logprobs, staleness, schedule, anchor)
+
+    def _weights(self, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
+        if self._config.proximal not in ("loglinear", "linear"):
+            return {}
+        schedule, anchor = self._algorithm.behaviour_weight, self._algorithm.fresh_anchor
+        beta = proximal.behaviour_weight(torch.where(mask, staleness, 0), schedule, anchor)
+        return {"behaviour_weight_mean": torch.where(mask, beta, 0.0).sum()}
+
+    def _kl(self, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+        used = mask & logprobs.isfinite() & reference_logprobs.isfinite()
+        theta, reference = torch.where(used, logprobs, 0.0), torch.where(used, reference_logprobs, 0.0)
+        return kl_to_reference(theta, reference, self._algorithm.kl_estimator).sum()
+
+
+def _errors(theta: Tensor, b: Tensor, p: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far p, w and r are from those of decoupled PPO, summed over the loss tokens."""
+
+    def total(ours: Tensor, theirs: Tensor) -> Tensor:
+        difference = (ours - theirs).abs()
+        return torch.where(mask & difference.isfinite(), difference, 0.0).sum()
+
+    return {
+        "proximal_error": total(p, recomputed),
+        "importance_weight_error": total((p - b).exp(), (recomputed - b).exp()),
+        "ratio_error": total((theta - p).exp(), (theta - recomputed).exp()),
+    }
+
+
+def _sequence_ids(microbatch: Microbatch) -> Tensor:
+    """[tokens] int64: the number of each token's sequence in the pack."""
+    lengths = microbatch.cu_seqlens.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
