@@ -34,7 +34,7 @@ class PolicyActor:
         """Weight version: the number of optimizer steps so far."""
         self.model: PolicyModel = build_model(config.model, config.parallel, config.precision, seed=config.seed)
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.model.chunks)
-        self._objective = Objective(config)
+        self.objective = Objective(config)
         self._reference = ReferenceWeights(self.model.chunks) if config.algorithm.kl_coefficient > 0 else None
         self._head = self._build_head()
 
@@ -47,6 +47,11 @@ class PolicyActor:
             item_bytes=parameter_dtype(config.precision).itemsize,
         )
         logger.info(why)
+        if output_layer == "fused" and self._device.type == "cuda":
+            # Triton asks for a driver when its kernels are defined, so not where there is no GPU.
+            from megatron_a3po.parallel.triton_logprobs import check_kernel
+
+            check_kernel(self._device)
         return PolicyHead(
             tp_group=model.groups.tp,
             vocab_size=model.vocab_size,
@@ -124,9 +129,9 @@ class PolicyActor:
 
     def _with_forward_passes(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """Add the log-probs that the objective needs beside the training forward."""
-        self._objective.proximal_seconds = 0.0
-        if self._objective.needs_recomputed_logprobs:
-            with self._objective.counting_proximal_seconds():
+        self.objective.proximal_seconds = 0.0
+        if self.objective.needs_recomputed_logprobs:
+            with self.objective.counting_proximal_seconds():
                 microbatches = self._with_logprobs(microbatches, "recomputed_logprobs")
         if self._reference is not None:
             with self._reference.in_place():
@@ -152,16 +157,16 @@ class PolicyActor:
         self.optimizer.zero_grad()
         reports = self._run(
             microbatches,
-            lambda logprobs, entropy, microbatch: self._objective(logprobs, entropy, microbatch, self.version),
+            lambda logprobs, entropy, microbatch: self.objective(logprobs, entropy, microbatch, self.version),
             forward_only=False,
         )
         local = None
         if reports:
             largest = torch.stack([maxima for _, maxima in reports]).amax(0)
-            spent = largest.new_tensor([self._objective.proximal_seconds])
+            spent = largest.new_tensor([self.objective.proximal_seconds])
             local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([largest, spent])
         sums, (*maxima, seconds) = self._reduce(local, num_sums=NUM_SUMS, num_maxima=NUM_MAXIMA + 1)
-        return self._objective.metrics(sums, maxima) | {"proximal_seconds": seconds}
+        return self.objective.metrics(sums, maxima) | {"proximal_seconds": seconds}
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
         limit = self._config.algorithm.max_nonfinite_share

@@ -61,7 +61,10 @@ class Objective:
             **self._loss_options,
         )
         mask, algorithm = microbatch.loss_mask, self._algorithm
-        more = {"entropy": torch.where(mask, entropy, 0.0).sum(), **self._weights(mask, staleness)}
+        more = {
+            "entropy": torch.where(mask & entropy.isfinite(), entropy, 0.0).sum(),
+            **self._weights(mask, staleness),
+        }
         loss_sum = output.loss_sum
         if algorithm.entropy_coefficient > 0:
             loss_sum = loss_sum - algorithm.entropy_coefficient * more["entropy"]

@@ -15,7 +15,6 @@ class ReferenceWeights:
         self._kept = _to_host(self._parameters)
 
     @contextmanager
-    @torch.no_grad()
     def in_place(self) -> Iterator[None]:
         """Inside the block the model computes with the reference; afterwards with its own weights, bit for bit."""
         own = _to_host(self._parameters)

@@ -91,8 +91,8 @@ def decoupled_ppo_loss(
     if ratio_level == "sequence":
         log_w, log_r = _sequence_mean(log_w, used, sequence_ids), _sequence_mean(log_r, used, sequence_ids)
 
-    w = _exp(log_w)
-    r = _exp(log_r)
+    w = bounded_exp(log_w)
+    r = bounded_exp(log_r)
 
     surrogate = torch.minimum(r * advantage, r.clamp(1 - clip_epsilon_low, 1 + clip_epsilon_high) * advantage)
     dual_clipped = torch.zeros_like(used)
@@ -100,7 +100,7 @@ def decoupled_ppo_loss(
         dual_clipped = (advantage < 0) & (r > dual_clip)
         surrogate = torch.where(dual_clipped, dual_clip * advantage, surrogate)
 
-    over_cap = w if weight_cap_level == "token" else _exp(_sequence_mean(log_w, used, sequence_ids))
+    over_cap = w if weight_cap_level == "token" else bounded_exp(_sequence_mean(log_w, used, sequence_ids))
     weight, capped = _cap(w, over_cap, used, weight_cap, weight_cap_mode)
     loss_sum = -(weight * surrogate).sum()
     terms = TokenTerms(
@@ -141,7 +141,7 @@ def _sequence_mean(values: Tensor, used: Tensor, sequence_ids: Tensor | None) ->
     return torch.where(used, (totals / counts.clamp(min=1))[index], 0.0)
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp with the argument cut to +-MAX_LOG_RATIO; the gradient passes through the cut, as through a value."""
     cut = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio - log_ratio.detach() + cut).exp()

@@ -4,6 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from megatron_a3po.algorithm.loss import bounded_exp
+
 
 def kl_to_reference(
     target_logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k3"] = "k3"
@@ -14,4 +16,4 @@ def kl_to_reference(
     negative and varies less (Schulman, "Approximating KL divergence"; DeepSeekMath, arXiv 2402.03300, eq. 4).
     """
     log_rho = reference_logprobs.detach() - target_logprobs
-    return -log_rho if estimator == "k1" else log_rho.exp() - 1 - log_rho
+    return -log_rho if estimator == "k1" else bounded_exp(log_rho) - 1 - log_rho

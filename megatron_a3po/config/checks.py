@@ -54,6 +54,15 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
         for url in config.rollout.servers:
             if not url.startswith(("http://", "https://")):
                 yield Mistake("rollout.servers", url, "not a URL", "write http://host:port")
+    buffer, longest = config.algorithm.overlong_buffer_tokens, config.rollout.max_new_tokens
+    if buffer > longest:
+        yield Mistake(
+            "algorithm.overlong_buffer_tokens",
+            buffer,
+            f"longer than a response may be, rollout.max_new_tokens = {longest}",
+            f"use at most {longest}, or 0 for no penalty",
+            ("rollout.max_new_tokens",),
+        )
     if config.publish.max_logprob_difference is not None and config.publish.verify_prompts == 0:
         yield Mistake(
             "publish.max_logprob_difference",

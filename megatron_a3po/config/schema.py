@@ -45,6 +45,7 @@ class AlgorithmConfig(_Section):
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty to the starting policy; above 0, its weights are kept in host memory."""
     kl_estimator: Literal["k1", "k3"] = "k3"
+    """As a loss, k1 has an expected gradient of zero on policy: it is there for comparison."""
     max_nonfinite_share: Share = 0.01
     """The run fails when a larger share of a batch's loss tokens has log-probs that are not finite."""
     zero_variance_alarm_steps: Positive = 5

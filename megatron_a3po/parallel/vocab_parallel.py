@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TILE_ELEMENTS = 1 << 22
-"""Float32 logits at a time: 16 MiB per temporary."""
+_TILE_ELEMENTS = 1 << 19
+"""Float32 logits at a time on a CPU: 2 MiB, which stay in its cache."""
+_TILE_ELEMENTS_CUDA = 1 << 26
+"""On a GPU: 256 MiB, against which the time to launch a kernel is nothing."""
 _TILE_ROWS = 1024
 """Tokens of a tile that is computed: enough for a matrix product to run at full speed."""
 _EXCLUDED = -1e30
@@ -72,8 +74,8 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx, logits, labels, tp_group, temperature, vocab_size):  # type: ignore[no-untyped-def]
         head = _Head(logits.shape[-1], labels, tp_group, temperature, vocab_size)
         ctx.head = head
-        ctx.tile_shape = max(1, _TILE_ELEMENTS // logits.shape[-1]), logits.shape[-1]
-        logprobs, entropy, normaliser = head.forward(_copy_of(logits), ctx.tile_shape)
+        ctx.tile_shape = max(1, _tile_elements(logits) // logits.shape[-1]), logits.shape[-1]
+        logprobs, entropy, normaliser = head.over_all_ranks(head.statistics(_copy_of(logits), ctx.tile_shape))
         ctx.save_for_backward(logits, normaliser, entropy)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -95,8 +97,12 @@ class _FromHidden(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, tp_group, temperature, vocab_size):  # type: ignore[no-untyped-def]
         head = _Head(weight.shape[0], labels, tp_group, temperature, vocab_size)
         ctx.head, ctx.tp_group = head, tp_group
-        ctx.tile_shape = _TILE_ROWS, max(1, _TILE_ELEMENTS // _TILE_ROWS)
-        logprobs, entropy, normaliser = head.forward(_product_of(hidden, weight), ctx.tile_shape)
+        ctx.tile_shape = _TILE_ROWS, max(1, _tile_elements(hidden) // _TILE_ROWS)
+        if hidden.is_cuda:
+            local = head.statistics_by_kernel(hidden, weight)
+        else:
+            local = head.statistics(_product_of(hidden, weight), ctx.tile_shape)
+        logprobs, entropy, normaliser = head.over_all_ranks(local)
         ctx.save_for_backward(hidden, weight, normaliser, entropy)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -110,11 +116,15 @@ class _FromHidden(torch.autograd.Function):
             _product_of(hidden, weight), ctx.tile_shape, normaliser, entropy, grad_logprobs, grad_entropy
         )
         for rows, columns, gradient in gradients:
-            grad_hidden[rows].addmm_(gradient, weight[columns].float())
-            grad_weight[columns].addmm_(gradient.T, hidden[rows].float())
+            grad_hidden[rows] += _product(gradient, weight[columns])
+            grad_weight[columns] += _product(gradient.T, hidden[rows])
         if ctx.tp_group is not None:
             dist.all_reduce(grad_hidden, group=ctx.tp_group)
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _tile_elements(tensor: Tensor) -> int:
+    return _TILE_ELEMENTS_CUDA if tensor.is_cuda else _TILE_ELEMENTS
 
 
 def _copy_of(logits: Tensor) -> _MakeTile:
@@ -122,7 +132,14 @@ def _copy_of(logits: Tensor) -> _MakeTile:
 
 
 def _product_of(hidden: Tensor, weight: Tensor) -> _MakeTile:
-    return lambda rows, columns: hidden[rows].float() @ weight[columns].float().T
+    return lambda rows, columns: _product(hidden[rows], weight[columns].T)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product in float32; on a GPU, of factors in the dtype of `right`, with the tensor cores' accumulators."""
+    if right.is_cuda and right.dtype != torch.float32:
+        return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 class _Head:
@@ -143,8 +160,8 @@ class _Head:
         self._tp_group = tp_group
         self._temperature = temperature
 
-    def forward(self, make_tile: _MakeTile, tile_shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropy [tokens], and [2, tokens] for the backward: maximum, and log of the sum above it."""
+    def statistics(self, make_tile: _MakeTile, tile_shape: tuple[int, int]) -> Tensor:
+        """[4, tokens] over this rank's columns: maximum, the two sums of `_merge`, and the label's z if it is here."""
         local = self._labels.new_zeros(4, len(self._labels), dtype=torch.float32)
         local[0] = _EXCLUDED
         for rows, columns in self._tiles(tile_shape):
@@ -155,6 +172,25 @@ class _Head:
             exponentials = z.sub_(tile_maximum[:, None]).exp()
             tile = torch.stack([tile_maximum, exponentials.sum(-1), exponentials.mul_(z).sum(-1)])
             local[:3, rows] = _merge(torch.stack([local[:3, rows], tile]))
+        return local
+
+    def statistics_by_kernel(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The same, computed on a GPU without tiles in memory."""
+        # Triton asks for a driver when its kernels are defined, so not where there is no GPU.
+        from megatron_a3po.parallel.triton_logprobs import local_statistics
+
+        slices = local_statistics(
+            hidden,
+            weight,
+            self._labels,
+            first=self._first,
+            num_real_columns=self._num_real_columns,
+            temperature=self._temperature,
+        )
+        return torch.cat([_merge(slices[:, :3]), slices[:, 3].sum(0)[None]])
+
+    def over_all_ranks(self, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropy [tokens], and [2, tokens] for the backward: maximum, and log of the sum above it."""
         gathered = _all_gather(local, self._tp_group)
         maximum, normaliser, weighted = _merge(gathered[:, :3])
 

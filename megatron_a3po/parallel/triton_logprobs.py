@@ -1,0 +1,134 @@
+"""The forward of `linear_logprobs_and_entropy` as one Triton kernel, for CUDA.
+
+Each program owns some tokens and one slice of the vocabulary. It walks over the slice in tiles: a tile of logits is
+computed in registers, folded into the four running floats of its tokens, and forgotten. The backward needs no kernel of
+its own: it is matrix products over tiles, which the library's are the fastest for.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_a3po.errors import TrainingError
+
+_BLOCK_TOKENS, _BLOCK_COLUMNS, _BLOCK_HIDDEN = 64, 128, 64
+_MIN_PROGRAMS = 264
+"""Two for each of an H100's multiprocessors: with few tokens the vocabulary is cut into more slices."""
+_EXCLUDED = tl.constexpr(-1e30)
+
+
+def local_statistics(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, first: int, num_real_columns: int, temperature: float
+) -> Tensor:
+    """[slices, 4, tokens] float32, to be merged: maximum, sum of e^(z - maximum), that sum weighted by z - maximum, z_y.
+
+    hidden [tokens, hidden size] and weight [columns, hidden size] of one dtype, products accumulated in float32;
+    labels [tokens] int64 in the whole vocabulary, of which this rank's columns start at `first`; columns from
+    `num_real_columns` on are padding. z is the logit over the temperature, z_y the label's, 0 where it is elsewhere.
+    """
+    num_tokens, hidden_size = hidden.shape
+    num_columns = weight.shape[0]
+    token_blocks = triton.cdiv(num_tokens, _BLOCK_TOKENS)
+    column_blocks = triton.cdiv(num_columns, _BLOCK_COLUMNS)
+    slices = max(1, min(column_blocks, triton.cdiv(_MIN_PROGRAMS, token_blocks)))
+    blocks_per_slice = triton.cdiv(column_blocks, slices)
+    slices = triton.cdiv(column_blocks, blocks_per_slice)
+    statistics = torch.empty(slices, 4, num_tokens, dtype=torch.float32, device=hidden.device)
+    _statistics_kernel[(token_blocks, slices)](
+        hidden.contiguous(),
+        weight.contiguous(),
+        labels,
+        statistics,
+        num_tokens,
+        num_columns,
+        max(num_real_columns, 0),
+        hidden_size,
+        first,
+        1.0 / temperature,
+        blocks_per_slice,
+        BLOCK_TOKENS=_BLOCK_TOKENS,
+        BLOCK_COLUMNS=_BLOCK_COLUMNS,
+        BLOCK_HIDDEN=_BLOCK_HIDDEN,
+    )
+    return statistics
+
+
+def check_kernel(device: torch.device) -> None:
+    """Compare the kernel with double precision on a small problem. Raises TrainingError.
+
+    A kernel that is wrong on some GPU or with some compiler trains on wrong log-probs without a sign.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(100, 192, generator=generator), torch.randn(700, 192, generator=generator)
+    labels = torch.randint(0, 650, (100,), generator=generator)
+    inputs = (tensor.to(device) for tensor in (hidden, weight, labels))
+    slices = local_statistics(*inputs, first=0, num_real_columns=650, temperature=1.0).double().cpu()
+    z = (hidden.double() @ weight.double().T)[:, :650]
+    ours = torch.logsumexp(slices[:, 0] + slices[:, 1].log(), 0)
+    difference = max(
+        (ours - z.logsumexp(1)).abs().max().item(),
+        (slices[:, 3].sum(0) - z.gather(1, labels[:, None])[:, 0]).abs().max().item(),
+    )
+    if not difference <= 1e-3:
+        raise TrainingError(
+            f"the Triton kernel of the fused output layer is off by {difference:.1e} on {device}; set "
+            "actor.output_layer: logits"
+        )
+
+
+@triton.jit
+def _statistics_kernel(  # type: ignore[no-untyped-def]
+    hidden,
+    weight,
+    labels,
+    statistics,
+    num_tokens,
+    num_columns,
+    num_real_columns,
+    hidden_size,
+    first,
+    inverse_temperature,
+    blocks_per_slice,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+):
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    is_token = tokens < num_tokens
+    # 64-bit: tokens or columns times the hidden size can pass 2^31.
+    token_offsets = tokens.to(tl.int64)[:, None] * hidden_size
+    label_columns = tl.load(labels + tokens, mask=is_token, other=-1) - first
+    maximum = tl.full([BLOCK_TOKENS], _EXCLUDED, tl.float32)
+    normaliser = tl.zeros([BLOCK_TOKENS], tl.float32)
+    weighted = tl.zeros([BLOCK_TOKENS], tl.float32)
+    label_logit = tl.zeros([BLOCK_TOKENS], tl.float32)
+
+    for block in range(blocks_per_slice):
+        columns = (tl.program_id(1) * blocks_per_slice + block) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        is_column = columns < num_columns
+        column_offsets = columns.to(tl.int64)[:, None] * hidden_size
+        z = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
+        for start in range(0, hidden_size, BLOCK_HIDDEN):
+            features = start + tl.arange(0, BLOCK_HIDDEN)
+            is_feature = features < hidden_size
+            x = tl.load(hidden + token_offsets + features[None], mask=is_token[:, None] & is_feature[None], other=0.0)
+            w = tl.load(weight + column_offsets + features[None], mask=is_column[:, None] & is_feature[None], other=0.0)
+            z = tl.dot(x, tl.trans(w), z, input_precision="ieee")
+        z = tl.where((columns < num_real_columns)[None], z * inverse_temperature, _EXCLUDED)
+
+        label_logit += tl.sum(tl.where(columns[None] == label_columns[:, None], z, 0.0), 1)
+        new_maximum = tl.maximum(maximum, tl.max(z, 1))
+        shift = maximum - new_maximum
+        scale = tl.exp(shift)
+        z -= new_maximum[:, None]
+        exponentials = tl.exp(z)
+        weighted = (weighted + shift * normaliser) * scale + tl.sum(exponentials * z, 1)
+        normaliser = normaliser * scale + tl.sum(exponentials, 1)
+        maximum = new_maximum
+
+    output = statistics + tl.program_id(1).to(tl.int64) * 4 * num_tokens + tokens
+    tl.store(output, maximum, mask=is_token)
+    tl.store(output + num_tokens, normaliser, mask=is_token)
+    tl.store(output + 2 * num_tokens, weighted, mask=is_token)
+    tl.store(output + 3 * num_tokens, label_logit, mask=is_token)
