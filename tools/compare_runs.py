@@ -1,0 +1,70 @@
+"""A Markdown table of finished runs, one row for each set of settings, over their seeds.
+
+    python tools/compare_runs.py runs/readme/*
+
+Runs whose configurations differ in nothing but seed, run_dir and servers share a row: mean, and in brackets the lowest
+and the highest.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PHASES = ("wait", "train", "publish", "verify", "evaluate")
+
+
+def settings(run_dir: Path) -> str:
+    """The name of the row."""
+    config = yaml.safe_load((run_dir / "config.resolved.yaml").read_text(encoding="utf-8"))
+    return f"max_staleness={config['max_staleness']} proximal={config['proximal']}"
+
+
+def over_seeds(values: list[float], form: str) -> str:
+    shown = format(statistics.fmean(values), form)
+    return shown if len(values) == 1 else f"{shown} ({format(min(values), form)}-{format(max(values), form)})"
+
+
+def row(name: str, summaries: list[dict[str, Any]]) -> list[str]:
+    def column(key: str, form: str) -> str:
+        return over_seeds([summary[key] for summary in summaries], form)
+
+    phases = [summary["mean_seconds_by_phase"] for summary in summaries]
+    return [
+        f"`{name}`",
+        str(len(summaries)),
+        column("eval_accuracy_before", ".3f"),
+        column("eval_accuracy_after", ".3f"),
+        column("wall_seconds", ".0f"),
+        *(over_seeds([seconds.get(phase, 0.0) for seconds in phases], ".2f") for phase in PHASES),
+        column("proximal_share_of_training", ".2%"),
+        f"{max(summary['max_abs_logprob_difference'] for summary in summaries):.1e}",
+        f"{max(summary['max_staleness_seen'] for summary in summaries)}",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", nargs="+", type=Path)
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run_dir in parser.parse_args().run_dirs:
+        try:
+            groups[settings(run_dir)].append(json.loads((run_dir / "summary.json").read_text(encoding="utf-8")))
+        except FileNotFoundError as error:
+            print(f"error: {run_dir} is not a finished run ({error.filename} is missing)", file=sys.stderr)
+            return 2
+    header = ["settings", "seeds", "accuracy before", "after", "seconds", *(f"{phase} [s/step]" for phase in PHASES)]
+    header += ["proximal share of training", "largest log-prob difference", "oldest token"]
+    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+    for name, summaries in groups.items():
+        print("| " + " | ".join(row(name, summaries)) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
