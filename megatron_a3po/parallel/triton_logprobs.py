@@ -21,7 +21,7 @@ _EXCLUDED = tl.constexpr(-1e30)
 def local_statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, first: int, num_real_columns: int, temperature: float
 ) -> Tensor:
-    """[slices, 4, tokens] float32, to be merged: maximum, sum of e^(z - maximum), the same weighted by z - maximum, z_y.
+    """[slices, 4, tokens] float32, to be merged: maximum, sum of e^(z - maximum), the same weighted by that, and z_y.
 
     hidden [tokens, hidden size] and weight [columns, hidden size] of one dtype, products accumulated in float32;
     labels [tokens] int64 in the whole vocabulary, of which this rank's columns start at `first`; columns from
