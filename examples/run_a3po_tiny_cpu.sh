@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+trap 'exit 130' INT   # until torchrun runs: a program that swallows Ctrl-C must not make the script go on
 bash tools/setup_environment.sh cpu
 source "${VENV:-.venv}/bin/activate"
 export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -12,18 +13,26 @@ export OMP_NUM_THREADS=1        # four ranks and a server share the cores
 unset PYTHONDONTWRITEBYTECODE   # else every process compiles the libraries again
 
 [[ " $*" == *" model="* ]] || python tools/make_tiny_model.py
-command=(-m megatron_a3po train --config configs/tiny_cpu.yaml)
 [[ " $*" == *" run_dir="* ]] || set -- "$@" "run_dir=runs/tiny_cpu/$(date +%Y%m%d-%H%M%S)"
-run_dir=$(python "${command[@]}" --print-config "$@" | sed -n 's/^run_dir: //p')
+for argument in "$@"; do
+  case $argument in run_dir=*) run_dir=${argument#run_dir=} ;; esac
+done
+command=(-m megatron_a3po train --config configs/tiny_cpu.yaml "$@")
+WORLD_SIZE=4 python "${command[@]}" --print-config > /dev/null
 
 # torchrun's own words go to a file: the rank that failed says on the screen what happened.
 mkdir -p "$run_dir/logs"
-torchrun --standalone --nproc-per-node 4 "${command[@]}" "$@" 2>> "$run_dir/logs/torchrun.log" &
-trap 'kill -TERM $! 2> /dev/null' INT TERM HUP
+log=$run_dir/logs/torchrun.log
+setpriv --pdeathsig TERM torchrun --standalone --nproc-per-node 4 --log-dir "$run_dir/logs" "${command[@]}" 2>> "$log" &
+torchrun=$!
+trap 'kill -TERM $torchrun 2> /dev/null' INT TERM HUP
 status=0
-wait $! || status=$?
-wait $! 2> /dev/null || status=$? # a signal ends the first wait before torchrun has ended
+while kill -0 $torchrun 2> /dev/null; do # a signal ends a wait before torchrun has ended
+  status=0
+  wait $torchrun || status=$?
+done
 if [ "$status" -ne 0 ]; then
-  echo "the run did not finish (exit code $status); how its ranks ended: $run_dir/logs/torchrun.log" >&2
+  grep -oE 'failed \(exitcode: -?[0-9]+\) local_rank: [0-9]+' "$log" >&2 || true
+  echo "the run did not finish (exit code $status); torchrun's log: $log" >&2
 fi
 exit "$status"

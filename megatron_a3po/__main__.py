@@ -5,6 +5,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_a3po.config import RunConfig, load_config, to_yaml
@@ -12,6 +13,7 @@ from megatron_a3po.errors import A3poError, ConfigError
 from megatron_a3po.runtime.run_dir import make_log_folder, refuse_used_run_dir
 
 _CONFIG_MISTAKE = 2
+_FAILED = 1
 _INTERRUPTED = 130
 _LET_OTHERS_SPEAK_SECONDS = 3.0
 
@@ -22,17 +24,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_a3po", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m megatron_a3po", description="Train language models by A-3PO.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a policy by A-3PO", description="Train a policy by A-3PO.")
     train.add_argument("--config", required=True, metavar="FILE", help="YAML file, for example configs/tiny_cpu.yaml")
     train.add_argument("--print-config", action="store_true", help="print the whole resolved configuration and stop")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example max_staleness=0 data.seed=1")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example max_staleness=0 seed=1; all: --print-config"
+    )
     train.set_defaults(run=_train)
 
     report = commands.add_parser("report", help="write report.html of a run that goes on or was interrupted")
-    report.add_argument("run_dir", type=Path)
+    report.add_argument("run_dir", type=Path, help="folder of the run")
     report.set_defaults(run=_report)
     return parser
 
@@ -50,7 +54,8 @@ def _train(parsed: argparse.Namespace) -> int:
         log_file = make_log_folder(config.run_dir) / f"rank{rank}.log"
     except ConfigError as error:
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            # Under torchrun stderr drowns in torchrun's own report of the failure.
+            print(f"error: {error}", file=sys.stdout if "RANK" in os.environ else sys.stderr, flush=True)
         else:
             time.sleep(_LET_OTHERS_SPEAK_SECONDS)
         return _CONFIG_MISTAKE
@@ -71,17 +76,24 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
 
         train(config)
     except Interrupted as interrupted:
-        logger.error("ended by %s, with everything that the run had started", interrupted)
+        logger.error(
+            "ended by %s, with everything that the run had started%s",
+            interrupted,
+            "; if nobody sent it, another rank ended before" if str(interrupted) == "SIGTERM" else "",
+        )
         return _INTERRUPTED
     except BaseException as error:
-        traceback.print_exc()
         # torchrun ends all ranks as soon as one has ended. Most often rank 0 knows best what went wrong; but a broken
         # connection is the echo of another rank's end, and that one must have spoken.
         if rank > 0 or _is_lost_connection(error):
             time.sleep(_LET_OTHERS_SPEAK_SECONDS)
         message = str(error) if isinstance(error, A3poError) else f"{type(error).__name__}: {error}"
         print(f"error on rank {rank}: {message}\n  logs: {config.run_dir / 'logs'}", file=screen, flush=True)
-        return 1
+        with suppress(OSError):  # the log may be what failed, on a full disk
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        # Not by way of the interpreter's end: a thread that still waits inside C++ for a peer would abort there.
+        os._exit(_FAILED)
     return 0
 
 

@@ -12,6 +12,7 @@ from megatron_a3po.runtime.recorder import RunRecorder
 from megatron_a3po.runtime.run_dir import claim_run_dir
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
+from megatron_a3po.weights.export import save_hf_folder
 from megatron_a3po.weights.gather import gather_hf_tensors
 from megatron_a3po.weights.publisher import WeightPublisher
 
@@ -25,10 +26,10 @@ def train(config: RunConfig) -> None:
     if info.rank == 0:
         claim_run_dir(config.run_dir, to_yaml(config))
     recorder = RunRecorder(config.run_dir, num_steps=config.num_steps, rank=info.rank, timer=timer)
-    init_distributed(info, config.device, config.actor.collective_timeout_seconds)
+    waiting = init_distributed(info, config.device, config.actor.collective_timeout_seconds)
 
-    with RolloutSource(config, rank=info.rank, timer=timer) as rollouts:
-        recorder.message(f"building {info.world_size} actors")
+    with RolloutSource(config, rank=info.rank, waiting=waiting, timer=timer) as rollouts:
+        recorder.message(f"run folder {config.run_dir}; building {info.world_size} actors")
         actor = build_actor(config, device=torch.device(config.device), timer=timer)
         servers = rollouts.connect(recorder.message)
 
@@ -52,6 +53,7 @@ def train(config: RunConfig) -> None:
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
+            save_hf_folder(gather(), config.model, config.run_dir / "model", rank=info.rank)
         recorder.finish(rollouts.ledger_counts())
 
 

@@ -1,4 +1,4 @@
-"""What travels between the parts: frozen dataclasses of tensors, in one layout only: packed, never padded."""
+"""What travels between the parts, in one layout only (packed, never padded), and names that several parts share."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -78,7 +78,7 @@ up_to_date() { [ "$(state)" = "$wanted" ] && python312 "$venv/bin/python" >/dev/
 
 check_machine() {
   [ "$(uname -sm)" = "Linux x86_64" ] \
-    || fail "this is $(uname -sm); the locked packages are for Linux x86_64." "use such a machine or container (see docker/)."
+    || fail "this is $(uname -sm); the locked packages are for Linux x86_64." "use such a machine or container."
   local glibc
   glibc="$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2)" || true
   [ -n "$glibc" ] && [ "$(printf '%s\n' 2.34 "$glibc" | sort -V | head -1)" = 2.34 ] \
@@ -225,6 +225,9 @@ if [[ "$(state)" == *" $root $venv" ]] && python312 "$venv/bin/python" >/dev/nul
 else
   [ -z "$(ls -A "$venv" 2>/dev/null)" ] || [ -f "$state_file" ] \
     || fail "$venv exists, and was not made by this script." "move it away, or point VENV elsewhere."
+  # Inside this checkout it can only be ours, from before the checkout was moved.
+  [[ "$venv" == "$root"/* || "$(state)" =~ ^(building)?$ || "$(state)" == *" $root $venv" ]] \
+    || fail "$venv is the environment of another checkout." "point VENV elsewhere, or remove it."
   check_disk "$venv" VENV
   check_disk "$cache" UV_CACHE_DIR
   say "building $venv ($mode): the first time about 3.5 GB of download, 7 GB of disk and 2 to 3 minutes"

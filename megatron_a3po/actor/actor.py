@@ -32,7 +32,13 @@ class PolicyActor:
         self._timer = timer
         self.version = 0
         """Weight version: the number of optimizer steps so far."""
-        self.model: PolicyModel = build_model(config.model, config.parallel, config.precision, seed=config.seed)
+        self.model: PolicyModel = build_model(
+            config.model,
+            config.parallel,
+            config.precision,
+            seed=config.seed,
+            timeout_seconds=config.actor.collective_timeout_seconds,
+        )
         self.optimizer = build_optimizer(config.optimizer, config.precision, self.model.chunks)
         self.objective = Objective(config)
         self._reference = ReferenceWeights(self.model.chunks) if config.algorithm.kl_coefficient > 0 else None

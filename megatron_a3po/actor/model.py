@@ -1,5 +1,6 @@
 """The policy as a Megatron-Core model, built and filled by megatron-bridge from a Hugging Face folder."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_a3po.actor.precision import model_precision, parameter_dtype
 from megatron_a3po.config import ParallelConfig
 
 _VOCAB_MULTIPLE = 64
-"""The vocabulary of every rank is padded to a multiple of this."""
+"""The vocabulary of every tensor-parallel rank is padded to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +36,13 @@ class PolicyModel:
     """over all tensor-parallel ranks"""
 
 
-def build_model(folder: Path, parallel: ParallelConfig, precision: Any, *, seed: int) -> PolicyModel:
+def build_model(
+    folder: Path, parallel: ParallelConfig, precision: Any, *, seed: int, timeout_seconds: float
+) -> PolicyModel:
     """Collective over all ranks; the default process group must exist. `folder`: config.json and safetensors."""
-    parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor, parallel.pipeline, distributed_timeout_minutes=math.ceil(timeout_seconds / 60)
+    )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -70,7 +75,7 @@ def build_model(folder: Path, parallel: ParallelConfig, precision: Any, *, seed:
         bridge=bridge,
         groups=groups,
         vocab_size=vocab_size,
-        padded_vocab_size=calculate_padded_vocab_size(vocab_size, _VOCAB_MULTIPLE, parallel.tensor),
+        padded_vocab_size=calculate_padded_vocab_size(vocab_size, _vocab_multiple(parallel), parallel.tensor),
     )
 
 
@@ -86,10 +91,15 @@ def _provider_settings(parallel: ParallelConfig, precision: Any) -> dict[str, An
         # The loss is a sum over tokens, divided once by the tokens of the whole batch. DDP reads it when it is built.
         "calculate_per_token_loss": True,
         "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": _VOCAB_MULTIPLE,
+        "make_vocab_size_divisible_by": _vocab_multiple(parallel),
         "use_cpu_initialization": True,
         # megatron-bridge turns it on wherever TE imports, but ColumnParallelLinear then demands apex's extension.
         "gradient_accumulation_fusion": False,
         # RL compares log-probs with a server's: no kernel that computes the cross entropy in bf16.
         "cross_entropy_loss_fusion": False,
     }
+
+
+def _vocab_multiple(parallel: ParallelConfig) -> int:
+    # On one rank megatron-bridge loads the vocabulary as it is, and refuses a padded one.
+    return _VOCAB_MULTIPLE if parallel.tensor > 1 else 1

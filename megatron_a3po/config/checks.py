@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_a3po.config.schema import RunConfig
 
@@ -52,8 +54,12 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
         if not config.rollout.servers:
             yield Mistake("rollout.servers", [], "no server", "use `local` or at least one http://host:port")
         for url in config.rollout.servers:
-            if not url.startswith(("http://", "https://")):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
                 yield Mistake("rollout.servers", url, "not a URL", "write http://host:port")
+        plain = [url.rstrip("/").lower() for url in config.rollout.servers]
+        for url in sorted({url for url in plain if plain.count(url) > 1}):
+            yield Mistake("rollout.servers", url, "stands there twice", "name every server once")
     buffer, longest = config.algorithm.overlong_buffer_tokens, config.rollout.max_new_tokens
     if buffer > longest:
         yield Mistake(
@@ -123,32 +129,58 @@ def _model(config: RunConfig) -> Iterator[Mistake]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / file).exists():
             yield Mistake("model", str(folder), f"no {file} there", "copy the tokenizer's files into the folder")
-    if not (list(folder.glob("*.safetensors"))):
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
         yield Mistake("model", str(folder), "no *.safetensors there", "copy the weights into the folder")
-    architecture = (described.get("architectures") or [None])[0]
+    for shard in shards:
+        if not _is_whole(shard):
+            yield Mistake("model", str(shard), "the file is cut off or damaged", "copy it again")
+    architectures = described.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if architecture not in SUPPORTED_ARCHITECTURES:
         yield Mistake("model", architecture, "architecture not supported", f"use {', '.join(SUPPORTED_ARCHITECTURES)}")
+        return
+    numbers = (*(field for _, field, _ in _DIVIDED), "vocab_size", "max_position_embeddings")
+    missing = [field for field in numbers if type(described.get(field)) is not int or described[field] < 1]
+    if missing:
+        problem = f"its config.json has no positive number {', '.join(missing)}"
+        yield Mistake("model", str(folder), problem, "copy the folder again")
         return
     yield from _divisibility(config, described)
 
 
+def _is_whole(shard: Path) -> bool:
+    """Whether a safetensors file is as long as its header says: 8 bytes of length, JSON, data."""
+    try:
+        with shard.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > shard.stat().st_size:
+                return False
+            header = json.loads(file.read(header_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return 8 + header_bytes + max(ends, default=0) == shard.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+_DIVIDED = (
+    ("tensor", "num_attention_heads", "attention heads"),
+    ("tensor", "num_key_value_heads", "key-value heads"),
+    ("tensor", "intermediate_size", "hidden units of the MLP"),
+    ("pipeline", "num_hidden_layers", "layers"),
+)
+"""(key of `parallel`, field of the model's config.json, what it counts)"""
+
+
 def _divisibility(config: RunConfig, described: dict[str, Any]) -> Iterator[Mistake]:
-    divided = [
-        ("tensor", config.parallel.tensor, "num_attention_heads", "attention heads"),
-        ("tensor", config.parallel.tensor, "num_key_value_heads", "key-value heads"),
-        ("tensor", config.parallel.tensor, "intermediate_size", "hidden units of the MLP"),
-        ("pipeline", config.parallel.pipeline, "num_hidden_layers", "layers"),
-    ]
-    for axis, ranks, field, what in divided:
-        count = described.get(field)
-        if not isinstance(count, int):
-            yield Mistake("model", str(config.model), f"its config.json has no number {field}", "copy the folder again")
-        elif count % ranks:
-            fitting = [divisor for divisor in range(1, count + 1) if count % divisor == 0 and divisor <= 64]
+    for axis, field, what in _DIVIDED:
+        ranks, count = getattr(config.parallel, axis), described[field]
+        if count % ranks:
+            fitting = [divisor for divisor in range(1, min(count, 64) + 1) if count % divisor == 0]
             problem = f"does not divide the model's {count} {what}"
             yield Mistake(f"parallel.{axis}", ranks, problem, f"use one of {fitting}", ("model",))
-    longest = described.get("max_position_embeddings")
-    if longest is not None and config.rollout.max_new_tokens >= longest:
+    longest = described["max_position_embeddings"]
+    if config.rollout.max_new_tokens >= longest:
         yield Mistake(
             "rollout.max_new_tokens",
             config.rollout.max_new_tokens,

@@ -9,6 +9,8 @@ ProximalMethod = Literal["loglinear", "recompute", "reuse_target", "behaviour", 
 Level = Literal["token", "sequence"]
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -40,9 +42,9 @@ class AlgorithmConfig(_Section):
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     overlong_buffer_tokens: Annotated[int, Field(ge=0)] = 0
     """Responses that end within so many tokens of max_new_tokens lose up to 1 of their reward (DAPO); 0: none."""
-    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    entropy_coefficient: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the entropy bonus."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kl_coefficient: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Weight of the KL penalty to the starting policy; above 0, its weights are kept in host memory."""
     kl_estimator: Literal["k1", "k3"] = "k3"
     """As a loss, k1 has an expected gradient of zero on policy: it is there for comparison."""
@@ -62,9 +64,9 @@ class DataConfig(_Section):
     """Name of a reasoning-gym task."""
     task_options: dict[str, Any] = {}
     """Options of that task, for example {min_word_len: 6}."""
-    size: Positive = 20000
+    size: Annotated[int, Field(gt=0, le=10_000_000)] = 20000
     """Number of entries that the task generates."""
-    seed: Annotated[int, Field(ge=0)] = 7
+    seed: Seed = 7
     """Seed of the entries and of the held-out split; the order of training follows the run's seed."""
     prompt_pattern: str | None = None
     """Regular expression that a question must match in full to be used; null: every question."""
@@ -108,10 +110,10 @@ class ActorConfig(_Section):
 
 class OptimizerConfig(_Section):
     learning_rate: PositiveFloat = 1e-6
-    adam_beta1: Share = 0.9
-    adam_beta2: Share = 0.98
+    adam_beta1: Beta = 0.9
+    adam_beta2: Beta = 0.98
     adam_eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     clip_grad_norm: PositiveFloat = 1.0
 
 
@@ -120,8 +122,8 @@ class PublishConfig(_Section):
     """Weights travel in flattened buckets of about this size."""
     timeout_seconds: PositiveFloat = 120
     """How long one bucket, or the building of the update group, may take."""
-    verify_prompts: Annotated[int, Field(ge=0)] = 0
-    """After each publish, sample this many held-out prompts and compare the trainer's log-probs with the server's."""
+    verify_prompts: Annotated[int, Field(ge=0)] = 4
+    """After each publish, so many short responses are sampled, and their log-probs compared with the trainer's."""
     max_logprob_difference: PositiveFloat | None = None
     """The run fails when that comparison differs by more; null: the difference is only reported."""
 
@@ -150,7 +152,8 @@ class RunConfig(_Section):
     for one optimizer step per batch. behaviour: PPO that ignores staleness. linear: A-3PO in probabilities."""
     device: Literal["cuda", "cpu"] = "cuda"
     precision: Literal["bf16", "fp32"] = "bf16"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
+    """Order of the training prompts. Sampling is the servers' own and differs from run to run."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -10,8 +10,10 @@ from torch import Tensor
 from megatron_a3po.types import FinishReason, Trajectory
 
 
-def broadcast_trajectories(trajectories: Sequence[Trajectory] | None) -> list[Trajectory]:
-    """The trajectories that rank 0 passes, on every rank; the others pass None. Collective over the default group.
+def broadcast_trajectories(
+    trajectories: Sequence[Trajectory] | None, group: dist.ProcessGroup | None = None
+) -> list[Trajectory]:
+    """The trajectories that rank 0 passes, on every rank; the others pass None. Collective over `group`.
 
     Four tensors travel: a JSON header (UTF-8) with everything that is not per token, token ids, behaviour log-probs,
     weight versions.
@@ -24,7 +26,7 @@ def broadcast_trajectories(trajectories: Sequence[Trajectory] | None) -> list[Tr
         logprobs = _concatenate([item.behaviour_logprobs for item in trajectories], torch.float32)
         versions = _concatenate([item.weight_versions for item in trajectories], torch.int64)
         sizes = torch.tensor([header.numel(), token_ids.numel(), logprobs.numel()])
-    dist.broadcast(sizes, src=0)
+    dist.broadcast(sizes, src=0, group=group)
     if trajectories is None:
         header = torch.empty(int(sizes[0]), dtype=torch.uint8)
         token_ids = torch.empty(int(sizes[1]), dtype=torch.int64)
@@ -32,7 +34,7 @@ def broadcast_trajectories(trajectories: Sequence[Trajectory] | None) -> list[Tr
         versions = torch.empty(int(sizes[2]), dtype=torch.int64)
     for tensor in (header, token_ids, logprobs, versions):
         if tensor.numel():
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0, group=group)
     return list(trajectories) if trajectories is not None else _decode(header, token_ids, logprobs, versions)
 
 

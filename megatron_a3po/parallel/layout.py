@@ -8,6 +8,8 @@ from typing import Literal, Self
 import torch
 import torch.distributed as dist
 
+_NO_LIMIT = timedelta(days=30)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
@@ -26,8 +28,12 @@ class RankInfo:
         )
 
 
-def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_seconds: float) -> None:
-    """Join the default process group: gloo for tensors on the CPU, NCCL for those on a GPU."""
+def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_seconds: float) -> dist.ProcessGroup:
+    """Join the default process group: gloo for tensors on the CPU, NCCL for those on a GPU.
+
+    Returns a second group of all ranks in which they wait for rank 0, which may itself wait long for rollout servers.
+    It needs no limit of its own: when rank 0 ends, its connections do.
+    """
     if device == "cuda":
         torch.cuda.set_device(info.local_rank)
     timeout = timedelta(seconds=timeout_seconds)
@@ -36,3 +42,6 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
         dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    waiting = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+    assert isinstance(waiting, dist.ProcessGroup)
+    return waiting

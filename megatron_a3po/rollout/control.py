@@ -20,6 +20,8 @@ class ServerControl:
     pool: ServerPool
     loop: EventLoopThread
     servers: tuple[ServerInfo, ...]
+    timeout_seconds: float
+    """for one control call"""
 
     @property
     def urls(self) -> list[str]:
@@ -78,7 +80,7 @@ class ServerControl:
         return [[rank.checksums for rank in server.ranks] for server in parsed]
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        self.loop.run(self.pool.post_to_all(path, body))
+        self.loop.run(self.pool.post_to_all(path, body, self.timeout_seconds))
 
     async def _update(self, body: dict[str, Any], timeout_seconds: float) -> None:
         answers = await self.pool.post_to_all("/update_weights_from_distributed", body, timeout_seconds)

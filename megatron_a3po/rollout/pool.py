@@ -33,17 +33,24 @@ class ServerPool:
         self._find_dead = find_dead
 
     async def wait_ready(self, timeout_seconds: float) -> list[ServerInfo]:
-        """Wait until every server takes requests. Raises RolloutServerDied or RolloutError."""
+        """Wait until every server takes requests, and clear what a run that died left there.
+
+        A paused server answers but is not ready, so the clearing comes in between. Raises RolloutServerDied or
+        RolloutError.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_seconds
-        for client in self.clients:
-            while not await client.is_ready():
-                self._raise_if_dead()
-                if asyncio.get_running_loop().time() > deadline:
-                    raise RolloutError(
-                        f"{client.url}: not ready within {timeout_seconds:g} s; see the server's log, or raise "
-                        "rollout.start_timeout_seconds"
-                    )
-                await asyncio.sleep(0.25)
+        for is_there in (SGLangClient.is_answering, SGLangClient.is_ready):
+            for client in self.clients:
+                while not await is_there(client):
+                    self._raise_if_dead()
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise RolloutError(
+                            f"{client.url}: not ready within {timeout_seconds:g} s; see the server's log, or raise "
+                            "rollout.start_timeout_seconds"
+                        )
+                    await asyncio.sleep(0.25)
+            if is_there is SGLangClient.is_answering:
+                await self.reset()
         return [await client.server_info() for client in self.clients]
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:

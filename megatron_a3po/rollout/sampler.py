@@ -41,21 +41,25 @@ class Sampler:
         trajectories = tuple(self._trajectory(prompt, group_id, response) for response in responses)
         return TrajectoryGroup(group_id=group_id, trajectories=trajectories)
 
-    async def sample_each(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        """One response per prompt, before everything else that waits at the servers."""
+    async def sample_each(self, prompts: Sequence[Prompt], max_new_tokens: int | None = None) -> list[Trajectory]:
+        """One response per prompt, of at most `max_new_tokens` if given, before everything else that waits."""
         chunks = [prompts[start : start + _CHUNK] for start in range(0, len(prompts), _CHUNK)]
-        answers = await asyncio.gather(*(self._generate(chunk, 1, priority=URGENT) for chunk in chunks))
+        answers = await asyncio.gather(
+            *(self._generate(chunk, 1, priority=URGENT, max_new_tokens=max_new_tokens) for chunk in chunks)
+        )
         responses = [response for answer in answers for response in answer]
         return [self._trajectory(prompt, -1, response) for prompt, response in zip(prompts, responses, strict=True)]
 
-    async def _generate(self, prompts: Sequence[Prompt], num_samples: int, *, priority: int) -> list[GenerateResponse]:
+    async def _generate(
+        self, prompts: Sequence[Prompt], num_samples: int, *, priority: int, max_new_tokens: int | None = None
+    ) -> list[GenerateResponse]:
         """`num_samples` responses to one prompt, or one to each of several. If one was aborted, all are sampled again:
         half a response is neither right nor wrong."""
         token_ids = [list(prompt.token_ids) for prompt in prompts]
         request = generate_request(
             token_ids if len(prompts) > 1 else token_ids[0],
             num_samples=num_samples,
-            max_new_tokens=self._max_new_tokens,
+            max_new_tokens=max_new_tokens or self._max_new_tokens,
             temperature=self._temperature,
             priority=priority,
         )

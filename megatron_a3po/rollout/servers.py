@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from megatron_a3po.cpu import rollout_server
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
 _END_SECONDS = 10.0
-"""A killed process may need so long, for example to give back the memory of a GPU."""
+"""A killed process may need so long, for example to give back memory."""
 
 
 def _sglang_command(model: Path, port: int, arguments: Sequence[str]) -> list[str]:
@@ -46,9 +47,14 @@ class LocalServer:
         self.url = f"http://127.0.0.1:{port}"
         self._command = make_command(model, port, arguments)
         self._process: subprocess.Popen[bytes] | None = None
+        # SGLang's sockets and scratch files. The path is short: a socket's may have 107 characters.
+        self._temporary = tempfile.TemporaryDirectory(prefix="rollout-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
-        environment = os.environ | rollout_server.server_environment(tensor_parallel=1)
+        environment = os.environ | rollout_server.server_environment(
+            tensor_parallel=1, python_path=os.environ.get("PYTHONPATH", "")
+        )
+        environment["TMPDIR"] = self._temporary.name
         for name in rollout_server.UNSET_VARIABLES:
             environment.pop(name, None)
         with self.log_file.open("ab") as log:
@@ -68,14 +74,17 @@ class LocalServer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._process is not None
-        # At SIGTERM SGLang takes seven seconds to drain; a server that is no longer needed has nothing to save. Its
-        # schedulers share the session's process group, and may outlive a server that was killed by somebody else.
+        # At SIGTERM SGLang takes seven seconds to drain, and a server that is no longer needed has nothing to save.
+        shared_memory = {path for process in _group(self.process_id) for path in _shared_memory(process)}
         with suppress(ProcessLookupError):
             os.killpg(self.process_id, signal.SIGKILL)
         deadline = time.monotonic() + _END_SECONDS
-        while _group_runs(self.process_id) and time.monotonic() < deadline:
+        while _group(self.process_id) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._process.poll()
+        for path in shared_memory:
+            path.unlink(missing_ok=True)
+        self._temporary.cleanup()
 
     @property
     def process_id(self) -> int:
@@ -91,14 +100,24 @@ class LocalServer:
         return f"the rollout server (process {self.process_id}) {how}; its log is {self.log_file}"
 
 
-def _group_runs(group: int) -> bool:
-    """Whether a process of the group still runs. Not so one that has ended and that nobody collects, as in containers
-    whose first process is no init."""
+def _group(group: int) -> list[psutil.Process]:
+    """The processes of the server's own session, schedulers included, which may outlive a server that somebody killed.
+
+    Without those that have ended and that nobody collects, as in containers whose first process is no init.
+    """
+    members = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+                members.append(process)
+    return members
+
+
+def _shared_memory(process: psutil.Process) -> list[Path]:
+    """The named shared memory that a process has open, and that nobody removes once it is killed."""
+    with suppress(psutil.Error):
+        return [Path(area.path) for area in process.memory_maps() if area.path.startswith("/dev/shm/")]
+    return []
 
 
 def _die_with_parent() -> None:

@@ -1,11 +1,15 @@
 """Rollouts as the training loop sees them: the same batch on every rank, whoever collected it."""
 
 import json
+import math
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from megatron_a3po.config import RunConfig
@@ -25,6 +29,9 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
 
 _CLOSE_SECONDS = 10.0
+_HEARTBEAT_SECONDS = 20.0
+_CHECK_TOKENS = 16
+"""Of a response that only compares log-probs: the trainer waits for it after every publication."""
 
 
 class RolloutSource:
@@ -33,8 +40,10 @@ class RolloutSource:
     Entering starts a local server, if the config asks for one, without waiting for it.
     """
 
-    def __init__(self, config: RunConfig, *, rank: int, timer: PhaseTimer) -> None:
+    def __init__(self, config: RunConfig, *, rank: int, waiting: dist.ProcessGroup, timer: PhaseTimer) -> None:
+        """`waiting`: the group in which ranks wait for rank 0, see `parallel.layout.init_distributed`."""
         self._config = config
+        self._waiting = waiting
         self._timer = timer
         self._stack = ExitStack()
         self._version = 0
@@ -51,8 +60,10 @@ class RolloutSource:
         self._stack.close()
 
     def connect(self, say: Callable[[str], None]) -> ServerControl | None:
-        """Wait for the servers; what the publisher needs of them, on rank 0. `say` tells a person how it goes."""
-        return self._rank0.connect(say) if self._rank0 is not None else None
+        """Wait for the servers; what the publisher needs of them, on rank 0. Collective. `say` tells how it goes."""
+        control = self._rank0.connect(say) if self._rank0 is not None else None
+        dist.barrier(group=self._waiting)
+        return control
 
     def set_version(self, version: int) -> None:
         """Servers sample with this version from now on, and the next batch is trained at it. The first call, after
@@ -64,7 +75,7 @@ class RolloutSource:
     def next_batch(self) -> list[Trajectory]:
         """The next batch in issue order, on every rank, with every token's age checked. Collective."""
         with self._timer.phase("wait"):
-            batch = broadcast_trajectories(self._rank0.next_batch() if self._rank0 is not None else None)
+            batch = self._broadcast(self._rank0.next_batch() if self._rank0 is not None else None)
         for trajectory in batch:
             check_versions(trajectory, self._version, self._config.max_staleness)
         return batch
@@ -75,15 +86,18 @@ class RolloutSource:
         if num_prompts == 0:
             return []
         with self._timer.phase("verify"):
-            return broadcast_trajectories(self._rank0.sample_held_out(num_prompts) if self._rank0 else None)
+            return self._broadcast(self._rank0.sample_held_out(num_prompts, _CHECK_TOKENS) if self._rank0 else None)
 
     def evaluate(self) -> float:
-        """Sampled accuracy on all held-out prompts by the present version; 0 on ranks other than 0."""
+        """Sampled accuracy on all held-out prompts by the present version; NaN on ranks other than 0."""
         if self._rank0 is None:
-            return 0.0
+            return math.nan
         with self._timer.phase("evaluate"):
             trajectories = self._rank0.sample_held_out(self._config.data.num_held_out)
         return sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+
+    def _broadcast(self, trajectories: list[Trajectory] | None) -> list[Trajectory]:
+        return broadcast_trajectories(trajectories, self._waiting)
 
     def ledger_counts(self) -> dict[str, Any]:
         return self._rank0.ledger.counts() if self._rank0 is not None else {}
@@ -99,13 +113,16 @@ class _RankZero:
         self.ledger = Ledger()
         self._stack = ExitStack()
         self._started = False
+        self._server_log: Path | None = None
 
     def __enter__(self) -> Self:
         config = self._config
         urls, server = config.rollout.servers, None
         if urls == "local":
-            log_file = config.run_dir / "logs" / "rollout_server.log"
-            server = self._stack.enter_context(LocalServer(config.model, log_file, config.rollout.server_arguments))
+            self._server_log = config.run_dir / "logs" / "rollout_server.log"
+            server = self._stack.enter_context(
+                LocalServer(config.model, self._server_log, config.rollout.server_arguments)
+            )
             urls = [server.url]
         self._loop = EventLoopThread()
         self._stack.callback(self._loop.close)
@@ -121,9 +138,11 @@ class _RankZero:
 
     def connect(self, say: Callable[[str], None]) -> ServerControl:
         urls = ", ".join(client.url for client in self._pool.clients)
-        say(f"waiting for the rollout server at {urls}")
-        infos = self._loop.run(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
-        self._loop.run(self._pool.reset())
+        say(f"waiting for the rollout server at {urls}" + (f", log {self._server_log}" if self._server_log else ""))
+        ready = self._loop.submit(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
+        while not wait([ready], timeout=_HEARTBEAT_SECONDS).done:
+            say("still waiting for the rollout server")
+        infos = ready.result()
         say("the rollout server is ready")
         for client, info in zip(self._pool.clients, infos, strict=True):
             if not info.enable_priority_scheduling:
@@ -132,7 +151,9 @@ class _RankZero:
                     "and evaluation waits behind training",
                     client.url,
                 )
-        return ServerControl(pool=self._pool, loop=self._loop, servers=tuple(infos))
+        return ServerControl(
+            pool=self._pool, loop=self._loop, servers=tuple(infos), timeout_seconds=self._config.publish.timeout_seconds
+        )
 
     def set_version(self, version: int) -> None:
         self._loop.run(self._set_version(version))
@@ -140,9 +161,9 @@ class _RankZero:
     def next_batch(self) -> list[Trajectory]:
         return self._loop.run(self._collector.next_batch())
 
-    def sample_held_out(self, num_prompts: int) -> list[Trajectory]:
+    def sample_held_out(self, num_prompts: int, max_new_tokens: int | None = None) -> list[Trajectory]:
         prompts = self._prompts.held_out[:num_prompts]
-        return self._loop.run(self._collector.or_failure(self._sampler.sample_each(prompts)))
+        return self._loop.run(self._collector.or_failure(self._sampler.sample_each(prompts, max_new_tokens)))
 
     async def _build(self, urls: list[str], server: LocalServer | None) -> None:
         config, rollout = self._config, self._config.rollout

@@ -1,6 +1,7 @@
 """What a run says about itself: a line per step, metrics, and at the end a summary and a report."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,10 +57,11 @@ class RunRecorder:
         logger.info(
             "\nheld-out accuracy %.3f -> %.3f in %d steps, %.0f s\n"
             "  learning curve   %s\n  summary          %s\n  metrics          %s\n"
-            "  TensorBoard      tensorboard --logdir %s\n  logs             %s",
+            "  trained model    %s\n  TensorBoard      %s --logdir %s\n  logs             %s",
             *(summary["eval_accuracy_before"], summary["eval_accuracy_after"], summary["num_steps"]),
             *(summary["wall_seconds"], self._run_dir / "report.html", self._run_dir / "summary.json"),
-            *(self._run_dir / "metrics.jsonl", self._run_dir / "tensorboard", self._run_dir / "logs"),
+            *(self._run_dir / "metrics.jsonl", self._run_dir / "model", Path(sys.executable).parent / "tensorboard"),
+            *(self._run_dir / "tensorboard", self._run_dir / "logs"),
         )
 
 

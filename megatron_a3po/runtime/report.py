@@ -31,14 +31,14 @@ def write_report(run_dir: Path) -> Path:
     page = f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>
 <h1>{title}</h1>
-{"" if summary else f"<p>The run has not ended; {sum(row['step'] > 0 for row in rows)} steps so far.</p>"}
+<p>{html.escape(_headline(rows, summary))}</p>
 <h2>Learning curve</h2>
 {_picture(rows, _learning_curve)}
 <h2>Staleness, and what the loss did with it</h2>
 {_picture(rows, _staleness)}
 <h2>Seconds of each step by phase</h2>
 {_picture(rows, _seconds)}
-<h2>Summary</h2>
+{"<h2>Summary</h2>" if summary else ""}
 <table>{"".join(_table_rows(summary))}</table>
 <h2>Configuration</h2>
 <pre>{html.escape(config)}</pre>
@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _picture(rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], Axes], None]) -> str:
     """An inline SVG; its text stays text."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 10}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 10}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         axes = figure.add_subplot()
         draw(rows, axes)
@@ -62,6 +62,16 @@ def _picture(rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], A
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+
+
+def _headline(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
+    if not summary:
+        return f"{sum(row['step'] > 0 for row in rows)} steps; the run goes on or was interrupted."
+    return (
+        f"Held-out sampled accuracy {summary['eval_accuracy_before']:.3f} before and {summary['eval_accuracy_after']:.3f} "
+        f"after {summary['num_steps']} steps in {summary['wall_seconds']:.0f} s; no token older than "
+        f"{summary['max_staleness_seen']} versions."
+    )
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

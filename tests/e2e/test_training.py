@@ -48,7 +48,7 @@ def test_a_run_publishes_every_version_and_explains_itself(
         assert (run_dir / name).exists()
         assert name.startswith("logs/r") or name in ("config.resolved.yaml",) or str(run_dir / name) in output
     noise = ("Traceback", "Warning", "INFO:", "deprecated")
-    lines_of_the_run = output[output.index("building the actors") :]
+    lines_of_the_run = output[output.index("building 4 actors") :]
     assert not any(word in lines_of_the_run for word in noise), output
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_a3po.config import RunConfig, known_keys, load_config, to_yaml
 from megatron_a3po.errors import ConfigError
@@ -19,6 +21,7 @@ DESCRIPTION = {
     "intermediate_size": 24,
     "num_hidden_layers": 6,
     "max_position_embeddings": 100,
+    "vocab_size": 259,
 }
 GOOD = """\
 model: {model}
@@ -38,8 +41,9 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(DESCRIPTION))
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text("{}")
+    save_file({"weight": torch.zeros(3)}, folder / "model.safetensors")
     return folder
 
 
@@ -228,7 +232,9 @@ def test_what_cannot_run_together_is_refused_with_a_remedy(
             json.dumps(DESCRIPTION | {"architectures": ["LlamaForCausalLM"]}),
             "'LlamaForCausalLM': architecture not supported",
         ),
-        (json.dumps(DESCRIPTION | {"num_hidden_layers": None}), "has no number num_hidden_layers"),
+        (json.dumps(DESCRIPTION | {"num_hidden_layers": None}), "no positive number num_hidden_layers"),
+        (json.dumps(DESCRIPTION | {"vocab_size": "259"}), "no positive number vocab_size"),
+        (json.dumps(DESCRIPTION | {"architectures": "Qwen3ForCausalLM", "vocab_size": True}), "no positive number"),
     ],
 )
 def test_a_model_folder_that_cannot_be_used_is_refused(file: Path, model: Path, description: str, words: str) -> None:
@@ -243,6 +249,21 @@ def test_a_model_folder_without_a_file_is_refused(file: Path, model: Path, name:
 
     assert mistakes(file) == ["model"]
     assert (f"no {name} there" in refusal(file)) or ("no *.safetensors there" in refusal(file))
+
+
+def test_weights_that_are_cut_off_are_refused_by_name(file: Path, model: Path) -> None:
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", whole + b"x"):
+        weights.write_bytes(damaged)
+        assert mistakes(file) == ["model"]
+        assert "model.safetensors': the file is cut off or damaged" in refusal(file)
+
+
+def test_a_server_is_named_once(file: Path) -> None:
+    message = refusal(file, "rollout.servers=[http://a:1, http://b:1, HTTP://a:1/]")
+
+    assert "'http://a:1': stands there twice" in message and "2. " not in message
 
 
 def test_layouts_that_divide_the_ranks_are_accepted(file: Path) -> None:

@@ -81,7 +81,8 @@ def control(*urls: str) -> Iterator[ServerControl]:
     loop = EventLoopThread()
     try:
         pool = loop.run(build())
-        yield ServerControl(pool=pool, loop=loop, servers=tuple(loop.run(pool.wait_ready(5.0), 10.0)))
+        servers = tuple(loop.run(client.server_info(), 10.0) for client in pool.clients)
+        yield ServerControl(pool, loop, servers=servers, timeout_seconds=5.0)
         loop.run(pool.close(), 5.0)
     finally:
         loop.close()

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from megatron_a3po.algorithm.advantage import grpo_advantages
+from megatron_a3po.algorithm.advantage import compute_advantages
 from megatron_a3po.runtime.metrics import MetricsWriter, batch_metrics, read_metrics
 from megatron_a3po.runtime.recorder import RunRecorder, mean_seconds_by_phase, summarize_run
 from megatron_a3po.runtime.report import write_report
@@ -217,7 +217,7 @@ def trajectory(reward: float, versions: list[int], reason: FinishReason) -> Traj
 
 def test_the_metrics_of_a_batch_are_what_one_computes_by_hand() -> None:
     batch = [trajectory(1.0, [5, 5, 6, 7], FinishReason.LENGTH), trajectory(0.5, [7, 7], FinishReason.STOP)]
-    advantages = grpo_advantages(torch.tensor([1.0, 0.5]), torch.tensor([0, 0]))
+    advantages = compute_advantages(torch.tensor([1.0, 0.5]), torch.tensor([0, 0]))
 
     assert batch_metrics(batch, advantages, version=7) == pytest.approx(
         {
