@@ -83,7 +83,7 @@ check_machine() {
   glibc="$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2)" || true
   [ -n "$glibc" ] && [ "$(printf '%s\n' 2.34 "$glibc" | sort -V | head -1)" = 2.34 ] \
     || fail "the C library is ${glibc:-not glibc}; the locked packages need glibc 2.34 or newer." \
-            "use Debian 12, Ubuntu 22.04, RHEL 9 or newer, or a container (see docker/)."
+            "use Debian 12, Ubuntu 22.04, RHEL 9 or newer, or a container."
   command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null \
     || fail "no C compiler (one dependency, pycosat, is compiled here)." "apt-get install gcc libc6-dev, or dnf install gcc."
   [ "$mode" = cpu ] || has_cuda_toolkit \

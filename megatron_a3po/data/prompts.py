@@ -77,7 +77,6 @@ class PromptSet:
         return self._prompt(*self._training[order[position]])
 
     def _prompt(self, index: int, entry: Entry) -> Prompt:
-        # Encoded on demand: some 20 microseconds, whereas all prompts at once would delay every start.
         return Prompt(
             prompt_id=f"{self._task}/{self._dataset.seed}/{index}",
             token_ids=tuple(self._tokenizer.encode(entry["question"], add_special_tokens=False)),

@@ -68,8 +68,8 @@ def _headline(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     if not summary:
         return f"{sum(row['step'] > 0 for row in rows)} steps; the run goes on or was interrupted."
     return (
-        f"Held-out sampled accuracy {summary['eval_accuracy_before']:.3f} before and {summary['eval_accuracy_after']:.3f} "
-        f"after {summary['num_steps']} steps in {summary['wall_seconds']:.0f} s; no token older than "
+        f"Held-out sampled accuracy {summary['eval_accuracy_before']:.3f} before and "
+        f"{summary['eval_accuracy_after']:.3f} after {summary['num_steps']} steps in {summary['wall_seconds']:.0f} s; no token older than "
         f"{summary['max_staleness_seen']} versions."
     )
 

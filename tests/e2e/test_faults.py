@@ -45,20 +45,23 @@ def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process
         wait_until(lambda: not alive(everything), 60.0 - (time.monotonic() - killed_at))
 
 
-@pytest.mark.parametrize("whom", ["terminal", "rank 0", "rank 3"])
+@pytest.mark.parametrize("whom", ["terminal", "script", "rank 0", "rank 3"])
 def test_an_interrupted_run_leaves_no_process(model: Path, tmp_path: Path, whom: str) -> None:
     with run_in_full_swing(model, tmp_path) as (process, log):
         everything = descendants(process.pid)
         if whom == "terminal":
             os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the whole foreground group
+        elif whom == "script":
+            process.kill()
         else:
             os.kill(_rank(everything, whom.removeprefix("rank ")), signal.SIGKILL)
 
         assert process.wait(60.0) != 0
-        wait_until(lambda: not alive(everything), 10.0)
-        if whom == "terminal":
+        wait_until(lambda: not alive(everything), 40.0)
+        if whom in ("terminal", "script"):
             assert "ended by SIG" in log.read_text()
-        assert "did not finish" in log.read_text()
+        else:
+            assert f"failed (exitcode: -9) local_rank: {whom[-1]}" in log.read_text()
 
 
 def _rank(process_ids: list[int], rank: str) -> int:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.runs import get, metrics, post, run_to_end, torchrun
 
@@ -44,12 +46,27 @@ def test_a_run_publishes_every_version_and_explains_itself(
         assert all(row["fresh_tokens"] == row["loss_tokens"] for row in rows[1:])
         assert all(row["fresh_logprob_difference_max"] <= 1e-5 for row in rows[1:])
 
-    for name in ("config.resolved.yaml", "report.html", "tensorboard", "logs/rank3.log"):
+    for name in ("report.html", "summary.json", "metrics.jsonl", "model", "tensorboard", "logs"):
         assert (run_dir / name).exists()
-        assert name.startswith("logs/r") or name in ("config.resolved.yaml",) or str(run_dir / name) in output
+        assert str(run_dir / name) in output
+    assert (run_dir / "config.resolved.yaml").exists()
+    _assert_the_saved_model_is_what_the_server_computes_with(run_dir / "model", server_url)
     noise = ("Traceback", "Warning", "INFO:", "deprecated")
     lines_of_the_run = output[output.index("building 4 actors") :]
     assert not any(word in lines_of_the_run for word in noise), output
+
+
+def _assert_the_saved_model_is_what_the_server_computes_with(folder: Path, server_url: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(folder).encode("Spell this word backward (example: sun -> nus): carpet")
+    request = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 7}, "return_logprob": True}
+    answer = post(f"{server_url}/generate", request)
+    ids = torch.tensor([*prompt, *answer["output_ids"]])
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    ours = logprobs.gather(-1, ids[len(prompt) :, None])[:, 0]
+    theirs = torch.tensor([triple[0] for triple in answer["meta_info"]["output_token_logprobs"]])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_a_server_given_by_its_address_is_left_ready_with_the_last_version(server_url: str) -> None:
