@@ -67,10 +67,10 @@ def _picture(rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], A
 def _headline(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     if not summary:
         return f"{sum(row['step'] > 0 for row in rows)} steps; the run goes on or was interrupted."
+    before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
     return (
-        f"Held-out sampled accuracy {summary['eval_accuracy_before']:.3f} before and "
-        f"{summary['eval_accuracy_after']:.3f} after {summary['num_steps']} steps in {summary['wall_seconds']:.0f} s; no token older than "
-        f"{summary['max_staleness_seen']} versions."
+        f"Held-out sampled accuracy {before:.3f} before and {after:.3f} after {summary['num_steps']} steps in "
+        f"{summary['wall_seconds']:.0f} s; no token older than {summary['max_staleness_seen']} versions."
     )
 
 
