@@ -25,7 +25,13 @@ def train(config: RunConfig) -> None:
     info, timer = RankInfo.from_environment(), PhaseTimer()
     if info.rank == 0:
         claim_run_dir(config.run_dir, to_yaml(config))
-    recorder = RunRecorder(config.run_dir, num_steps=config.num_steps, rank=info.rank, timer=timer)
+    recorder = RunRecorder(
+        config.run_dir,
+        num_steps=config.num_steps,
+        rank=info.rank,
+        timer=timer,
+        zero_variance_alarm_steps=config.algorithm.zero_variance_alarm_steps,
+    )
     waiting = init_distributed(info, config.device, config.actor.collective_timeout_seconds)
 
     with RolloutSource(config, rank=info.rank, waiting=waiting, timer=timer) as rollouts:

@@ -24,6 +24,7 @@ def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: 
         "weight_version": version + 1,
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "num_groups": advantages.num_groups,
         "zero_variance_groups": advantages.num_zero_variance_groups,
         "response_length_mean": float(lengths.mean()),
         "length_limit_share": sum(item.finish_reason is FinishReason.LENGTH for item in batch) / len(batch),

@@ -16,10 +16,14 @@ from megatron_a3po.runtime.timing import PhaseTimer
 class RunRecorder:
     """Use on rank 0; on other ranks every method does nothing."""
 
-    def __init__(self, run_dir: Path, *, num_steps: int, rank: int, timer: PhaseTimer) -> None:
+    def __init__(
+        self, run_dir: Path, *, num_steps: int, rank: int, timer: PhaseTimer, zero_variance_alarm_steps: int = 5
+    ) -> None:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._timer = timer
+        self._zero_variance_alarm_steps = zero_variance_alarm_steps
+        self._zero_variance_steps = 0
         self._writer = MetricsWriter(run_dir) if rank == 0 else None
         self._start = time.perf_counter()
         self._step_start = self._start
@@ -43,7 +47,20 @@ class RunRecorder:
         else:
             row["tokens_per_second"] = metrics["loss_tokens"] / elapsed
             logger.info("%s", progress_line(step, self._num_steps, row, seconds))
+            self._watch_rewards(metrics)
         self._writer.write(step, row)
+
+    def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
+        """Warn when nothing has been learned from for a while: a broken reward function looks like that."""
+        nothing = metrics["zero_variance_groups"] == metrics["num_groups"]
+        self._zero_variance_steps = self._zero_variance_steps + 1 if nothing else 0
+        if self._zero_variance_steps and self._zero_variance_steps % self._zero_variance_alarm_steps == 0:
+            logger.warning(
+                "WARNING: in %d steps in a row every group had equal rewards (mean %.3f), so nothing was learned; is "
+                "the reward right, and the task neither too easy nor too hard?",
+                self._zero_variance_steps,
+                metrics["reward_mean"],
+            )
 
     def finish(self, ledger: Mapping[str, Any]) -> None:
         """Write `summary.json` and `report.html` and say where everything is."""

@@ -74,7 +74,7 @@ class WeightPublisher:
                 request |= {"flush_cache": last} | ({"weight_version": str(version)} if last else {})
                 self._group.send(request, _flatten(bucket, tensors))
             self._receivers.end()
-        with self._timer.phase("publish/verify"):
+        with self._timer.phase("publish/checksums"):
             self._compare_servers(version)
         with self._timer.phase("publish/resume"):
             self._receivers.resume()

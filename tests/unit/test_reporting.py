@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics that survive a kill, a summary that adds up, a page that needs nothing else."""
 
 import json
+import logging
 import math
 import re
 from html.parser import HTMLParser
@@ -190,7 +191,10 @@ def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_else
         recorder.step(0, {"eval_accuracy": 0.25})
         with timer.phase("train"):
             pass
-        more = {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "eval_accuracy": 0.5}
+        more = {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "eval_accuracy": 0.5} | {
+            "zero_variance_groups": 1,
+            "num_groups": 4,
+        }
         recorder.step(1, {name: value for name, value in ROWS[1].items() if name != "step"} | more)
         recorder.finish(LEDGER)
         assert (run / "summary.json").exists() is (run / "report.html").exists() is (rank == 0)
@@ -201,6 +205,19 @@ def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_else
     assert 0 <= rows[1]["seconds/train"] <= rows[1]["seconds"] <= rows[1]["wall_seconds"]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["num_steps"], summary["eval_accuracy_before"], summary["eval_accuracy_after"]) == (1, 0.25, 0.5)
+
+
+def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other_steps_start_again(
+    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_a3po"), "propagate", True)
+    recorder = RunRecorder(run, num_steps=9, rank=0, timer=PhaseTimer(), zero_variance_alarm_steps=3)
+    common = {name: value for name, value in ROWS[1].items() if name != "step"}
+    common |= {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "num_groups": 4}
+    for step, equal_groups in enumerate([4, 4, 3, 4, 4, 4, 4], 1):
+        recorder.step(step, common | {"zero_variance_groups": equal_groups})
+        warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warned) == (step >= 6)
 
 
 def trajectory(reward: float, versions: list[int], reason: FinishReason) -> Trajectory:
@@ -225,6 +242,7 @@ def test_the_metrics_of_a_batch_are_what_one_computes_by_hand() -> None:
             "weight_version": 8,
             "reward_mean": 0.75,
             "reward_std": 0.125**0.5,
+            "num_groups": 1,
             "zero_variance_groups": 0,
             "response_length_mean": 3.0,
             "length_limit_share": 0.5,
