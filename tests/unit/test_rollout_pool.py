@@ -361,3 +361,19 @@ def test_closing_the_event_loop_ends_what_still_runs_there() -> None:
 
     assert ended == [True]
     assert future.cancelled()
+
+
+async def test_a_server_that_a_dead_run_left_paused_in_an_update_is_cleared_and_becomes_ready(
+    servers: list[ScriptedServer], start_pool: StartPool
+) -> None:
+    pool = await start_pool(servers[0].url)
+    await pool.post_to_all("/pause_generation", {"mode": "retract"})
+    await pool.post_to_all("/begin_weight_update", {})
+
+    await pool.wait_ready(3.0)
+
+    assert servers[0].paths()[2:] == [
+        "/end_weight_update",
+        "/destroy_weights_update_group",
+        "/continue_generation",
+    ]
