@@ -12,7 +12,7 @@ export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=1        # four ranks and a server share the cores
 unset PYTHONDONTWRITEBYTECODE   # else every process compiles the libraries again
 
-[[ " $*" == *" model="* ]] || python tools/make_tiny_model.py
+[[ " $*" == *" model="* || -e models/tiny_qwen3/warm_start.json ]] || python tools/make_tiny_model.py
 [[ " $*" == *" run_dir="* ]] || set -- "$@" "run_dir=runs/tiny_cpu/$(date +%Y%m%d-%H%M%S)"
 for argument in "$@"; do
   case $argument in run_dir=*) run_dir=${argument#run_dir=} ;; esac
