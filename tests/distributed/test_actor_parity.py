@@ -16,6 +16,8 @@ ADAM_EPSILON = 1e-3
 """Large, so that an update is a smooth function of the gradient; at 1e-8 it is the sign of rounding errors."""
 EPSILON = 0.2
 CAP = 2.0
+ENTROPY, KL = 0.01, 0.1
+"""Coefficients, in the cases with the fused output layer"""
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ CAP = 2.0
     [
         (2, 2, "loglinear", "logits", [512, 100, 32]),
         (2, 2, "recompute", "fused", [100, 32]),
-        (2, 1, "loglinear", "fused", [100, 32]),
+        (2, 1, "loglinear", "fused", [100, 32]),  # with two data-parallel ranks
     ],
 )
 def test_steps_equal_hugging_face_and_adamw(
@@ -41,7 +43,7 @@ def test_steps_equal_hugging_face_and_adamw(
     assert len(results) == len(microbatch_tokens)
     assert len({result["num_microbatches"] for result in results}) == len(results), "the splits should differ"
     for result in results:
-        assert result["loss"] <= 1e-5
+        assert max(result["loss"], result["entropy"], result["kl"]) <= 1e-5
         assert result["gradient_norm"] <= 1e-5
         assert result["gradients"] <= 1e-5
         assert result["weights"] <= 1e-6
@@ -51,6 +53,8 @@ def test_steps_equal_hugging_face_and_adamw(
 
 def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal: str, output_layer: str) -> None:
     """One step per bound on the microbatches, each at another version; prints the largest differences as JSON."""
+    import copy
+
     import torch
     import torch.distributed as dist
     from transformers import Qwen3ForCausalLM
@@ -61,6 +65,7 @@ def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal:
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.gather import gather_hf_tensors
 
+    entropy, kl = (ENTROPY, KL) if output_layer == "fused" else (0.0, 0.0)
     settings: dict[str, Any] = {
         "model": folder,
         "run_dir": folder,
@@ -71,13 +76,15 @@ def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal:
         "data": {"task": "spell_backward"},
         "parallel": json.loads(parallel),
         "optimizer": {"learning_rate": LEARNING_RATE, "adam_eps": ADAM_EPSILON},
-        "algorithm": {"clip_epsilon_low": EPSILON, "clip_epsilon_high": EPSILON, "weight_cap": CAP},
+        "algorithm": {"clip_epsilon_low": EPSILON, "clip_epsilon_high": EPSILON, "weight_cap": CAP}
+        | {"entropy_coefficient": entropy, "kl_coefficient": kl},
         "actor": {"microbatch_tokens": 512, "output_layer": output_layer},
     }
     config = RunConfig.model_validate(settings)
     init_distributed(RankInfo.from_environment(), "cpu", 60.0)
     actor = build_actor(config, device=torch.device("cpu"), timer=PhaseTimer())
     reference = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = copy.deepcopy(reference).requires_grad_(False)
     optimizer = torch.optim.AdamW(
         reference.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), eps=ADAM_EPSILON, weight_decay=0.0
     )
@@ -99,9 +106,9 @@ def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal:
         settings["actor"]["microbatch_tokens"] = bound
         actor._config = RunConfig.model_validate(settings)
         batch, advantages = _random_batch(number, actor.version, reference)
-        loss = _plain_loss(batch, advantages, actor.version, reference, proximal)
+        loss, terms = _plain_loss(batch, advantages, actor.version, reference, start, proximal)
         optimizer.zero_grad()
-        loss.backward()
+        (loss - entropy * terms["entropy"] + kl * terms["kl_to_reference"]).backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
         expected_gradients = {name: p.grad.clone() for name, p in reference.named_parameters() if p.grad is not None}
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
@@ -113,6 +120,8 @@ def _compare_steps(folder: str, parallel: str, microbatch_tokens: str, proximal:
         assert weights.keys() == expected_weights.keys()
         result = {
             "loss": abs(metrics["loss"] - loss.item()),
+            "entropy": abs(metrics["entropy"] - terms["entropy"].item()),
+            "kl": abs(metrics["kl_to_reference"] - (terms["kl_to_reference"].item() if kl else 0.0)),
             "gradient_norm": abs(metrics["gradient_norm"] - norm.item()),
             "gradients": max(
                 ((gradients[name] - expected_gradients[name]).abs().max().item() for name in gradients), default=0.0
@@ -156,17 +165,25 @@ def _random_batch(seed: int, version: int, reference: Any) -> tuple[list[Any], A
     return batch, torch.randn(len(batch), generator=generator)
 
 
-def _plain_logprobs(ids: Any, prompt_length: int, reference: Any) -> Any:
-    logits = reference(ids[None, :-1]).logits[0, prompt_length - 1 :]
-    return logits.log_softmax(-1).gather(-1, ids[prompt_length:, None])[:, 0]
+def _plain_log_softmax(ids: Any, prompt_length: int, model: Any) -> Any:
+    return model(ids[None, :-1]).logits[0, prompt_length - 1 :].log_softmax(-1)
 
 
-def _plain_loss(batch: list[Any], advantages: Any, version: int, reference: Any, proximal: str) -> Any:
+def _plain_logprobs(ids: Any, prompt_length: int, model: Any) -> Any:
+    return _plain_log_softmax(ids, prompt_length, model).gather(-1, ids[prompt_length:, None])[:, 0]
+
+
+def _plain_loss(
+    batch: list[Any], advantages: Any, version: int, model: Any, start: Any, proximal: str
+) -> tuple[Any, dict[str, Any]]:
+    """The policy loss, and the mean entropy and KL to the starting policy, all over the loss tokens."""
     import torch
 
-    total, num_tokens = torch.zeros(()), 0
+    total, entropy, kl, num_tokens = torch.zeros(()), torch.zeros(()), torch.zeros(()), 0
     for trajectory, advantage in zip(batch, advantages, strict=True):
-        theta = _plain_logprobs(trajectory.token_ids, trajectory.prompt_length, reference)
+        ids, length = trajectory.token_ids, trajectory.prompt_length
+        log_p = _plain_log_softmax(ids, length, model)
+        theta = log_p.gather(-1, ids[length:, None])[:, 0]
         b = trajectory.behaviour_logprobs
         d = (version - trajectory.weight_versions).float()
         beta = torch.where(d > 0, 1 / d, 0.0) if proximal == "loglinear" else torch.zeros_like(d)
@@ -174,8 +191,11 @@ def _plain_loss(batch: list[Any], advantages: Any, version: int, reference: Any,
         w, r = (p - b).exp(), (theta - p).exp()
         w = torch.where(w > CAP, 0.0, w)
         total = total - (w * torch.minimum(r * advantage, r.clamp(1 - EPSILON, 1 + EPSILON) * advantage)).sum()
+        entropy = entropy - (log_p.exp() * log_p).sum()
+        log_rho = _plain_logprobs(ids, length, start) - theta
+        kl = kl + (log_rho.exp() - 1 - log_rho).sum()
         num_tokens += len(b)
-    return total / num_tokens
+    return total / num_tokens, {"entropy": entropy / num_tokens, "kl_to_reference": kl / num_tokens}
 
 
 def _gradients_in_hugging_face_layout(chunks: list[Any], gather: Any) -> dict[str, Any]:
