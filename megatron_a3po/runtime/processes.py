@@ -1,12 +1,16 @@
 """Signals and parents: no process outlives the one that started it, however that one ends."""
 
 import ctypes
+import random
 import signal
 import socket
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_FIRST_PORT = 10000
 # Opened here, since between fork and exec another thread's lock on the loader would never be released.
 _LIBC = ctypes.CDLL(None)
 
@@ -45,7 +49,15 @@ def die_on_signals() -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing listens on, outside the range from which the system gives ports to connections.
+
+    One from inside that range may go to anybody's connection while a server is still starting.
+    """
+    first_given, last_given = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    candidates = [port for port in range(_FIRST_PORT, 1 << 16) if not first_given <= port <= last_given]
+    chooser = random.SystemRandom()  # leaves the seeded generators alone
+    for port in chooser.sample(candidates, len(candidates)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise OSError(f"no free TCP port on {host} between {_FIRST_PORT} and 65535 outside {first_given}-{last_given}")
