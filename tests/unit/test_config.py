@@ -199,7 +199,12 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
         (["device=cuda"], "", "rollout.servers", "start SGLang on other GPUs"),
         (["rollout.servers=[]"], "", "rollout.servers", "at least one http://host:port"),
         (["rollout.servers=['host:30000']"], "", "rollout.servers", "not a URL; write http://host:port"),
-        (["publish.max_logprob_difference=1.0"], "", "publish.max_logprob_difference", "set `publish.verify_prompts`"),
+        (
+            ["publish.max_logprob_difference=1.0", "publish.verify_prompts=0"],
+            "",
+            "publish.max_logprob_difference",
+            "set `publish.verify_prompts`",
+        ),
         (["parallel.tensor=4", "actor.microbatch_tokens=1022"], "", "actor.microbatch_tokens", "use 1024"),
         (["parallel.tensor=2"], "3", "parallel", "2 ranks do not divide the 3 ranks that torchrun started"),
         (["rollout.prompts_per_step=1", "rollout.group_size=2"], "3", "rollout.prompts_per_step", "cannot feed 3"),
