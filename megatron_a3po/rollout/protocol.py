@@ -42,7 +42,6 @@ class GenerateResponse(_Answer):
 class ServerInfo(_Answer):
     tp_size: int = 1
     enable_priority_scheduling: bool = False
-    max_running_requests: int | None = None
 
 
 class RankChecksums(_Answer):

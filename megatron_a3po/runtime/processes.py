@@ -20,7 +20,6 @@ class Interrupted(BaseException):
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
-        self.signal_number = signal_number
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:

@@ -122,7 +122,7 @@ def test_an_empty_response_has_no_logprobs_and_no_versions() -> None:
 def test_server_info_is_read_with_defaults_and_without_minding_other_keys() -> None:
     info = ServerInfo.model_validate({"tp_size": 2, "anything": {"else": 1}})
 
-    assert (info.tp_size, info.enable_priority_scheduling, info.max_running_requests) == (2, False, None)
+    assert (info.tp_size, info.enable_priority_scheduling) == (2, False)
 
 
 def test_a_request_asks_for_logprobs_and_carries_sampling_settings_and_priority() -> None:
