@@ -93,28 +93,67 @@ class RolloutConfig(_Section):
 
 
 class ParallelConfig(_Section):
+    """Ranks that `tensor * pipeline * context` leaves over are data-parallel."""
+
     tensor: Positive = 1
     """Tensor-parallel ranks; sequence parallelism is on when it is above 1."""
     pipeline: Positive = 1
-    """Pipeline stages (1F1B schedule). The remaining ranks are data-parallel."""
+    """Pipeline stages (1F1B schedule)."""
+    virtual_pipeline: Positive = 1
+    """Model chunks on each pipeline stage; above 1, the interleaved schedule."""
+    context: Positive = 1
+    """Ranks that share the tokens of every sequence."""
+    expert: Positive = 1
+    """Ranks that share the experts of a mixture-of-experts layer; taken from the tensor, context and data ranks."""
+    overlap: bool = True
+    """Reduce gradients during the backward pass, and gather updated parameters during the next forward pass."""
 
 
 class ActorConfig(_Section):
     output_layer: Literal["auto", "fused", "logits"] = "auto"
     """fused: log-probs straight from the hidden states, without logits in memory. auto: fused for large logits."""
     microbatch_tokens: Positive = 8192
-    """Upper bound on the tokens of a packed microbatch, and so on a single sequence."""
+    """Upper bound on the tokens of a packed microbatch on one rank; `parallel.context` ranks share a microbatch."""
+    oversized: Literal["error", "alone"] = "error"
+    """A sequence that is longer than that bound stops the run, or makes a microbatch of its own."""
+    minibatches: Positive = 1
+    """Optimizer steps per batch, each on its own share of the groups; weights are published after the last."""
+    activation_recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: nothing, the attention, or whole layers."""
     collective_timeout_seconds: PositiveFloat = 600
     """How long a rank waits for the others in one collective before the run fails."""
 
 
 class OptimizerConfig(_Section):
     learning_rate: PositiveFloat = 1e-6
+    """The highest that the schedule reaches."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls, after the warm-up, to `min_learning_rate` at the last optimizer step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises linearly from zero."""
+    min_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     adam_beta1: Beta = 0.9
     adam_beta2: Beta = 0.98
     adam_eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     clip_grad_norm: PositiveFloat = 1.0
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
+    """Optimizer steps in a row that may be skipped because their gradient is not finite; one more stops the run."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory and step there."""
+
+
+class Fp8Config(_Section):
+    """Used with `precision: fp8`, where Transformer Engine computes the layers' matrix products in FP8."""
+
+    recipe: Literal["blockwise", "delayed", "tensorwise", "mxfp8"] = "blockwise"
+    """How values are scaled. blockwise: Hopper. mxfp8: Blackwell. delayed, tensorwise: both."""
+    parameters: bool = False
+    """Keep the layers' weights in FP8 as well; the optimizer's masters stay in float32."""
+    bf16_layers_at_start: Annotated[int, Field(ge=0)] = 0
+    """First layers of the model that compute in bf16."""
+    bf16_layers_at_end: Annotated[int, Field(ge=0)] = 0
+    """Last layers of the model that compute in bf16."""
 
 
 class PublishConfig(_Section):
@@ -151,7 +190,8 @@ class RunConfig(_Section):
     """loglinear: A-3PO. recompute: decoupled PPO, with a forward pass of its own. reuse_target: the same without it,
     for one optimizer step per batch. behaviour: PPO that ignores staleness. linear: A-3PO in probabilities."""
     device: Literal["cuda", "cpu"] = "cuda"
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp32", "fp8"] = "bf16"
+    """bf16: weights in bf16, masters and gradients in float32. fp8: the same with matrix products in FP8."""
     seed: Seed = 0
     """Order of the training prompts. Sampling is the servers' own and differs from run to run."""
     data: DataConfig
@@ -160,5 +200,6 @@ class RunConfig(_Section):
     actor: ActorConfig = ActorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    fp8: Fp8Config = Fp8Config()
     publish: PublishConfig = PublishConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
