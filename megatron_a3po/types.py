@@ -1,5 +1,6 @@
 """What travels between the parts, in one layout only (packed, never padded), and names that several parts share."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,7 +56,9 @@ class TrajectoryGroup:
 class Microbatch:
     """Packed sequences, shifted so that position t predicts `labels[t]`. All [tokens], on the rank's device.
 
-    `cu_seqlens` bounds every sequence. Padding, if any, is the last sequence, with an all-false mask.
+    Under context parallelism `tokens` are this rank's: of the 2c equal chunks of every sequence, rank r of c has r and
+    2c - 1 - r, so that causal attention costs each rank the same. Padding has an all-false mask: behind each sequence,
+    up to whole chunks, and as a last sequence of its own.
     """
 
     token_ids: Tensor
@@ -72,13 +75,38 @@ class Microbatch:
     """int64, of the label; -1 where the mask is false"""
     advantages: Tensor
     """float32, of the label; 0 where the mask is false"""
+    sequence_ids: Tensor
+    """int64, the number of the token's sequence in the pack"""
     cu_seqlens: Tensor
-    """[sequences + 1] int32"""
+    """[sequences + 1] int32, bounds of the whole sequences with their padding, over all context-parallel ranks"""
     max_seqlen: int
     recomputed_logprobs: Tensor | None = None
     """float32, of the policy at the start of the step by a forward pass of its own; last pipeline stage only"""
     reference_logprobs: Tensor | None = None
     """float32, of the frozen reference policy; last pipeline stage only"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alignment:
+    """What the parallel layout asks of the token counts of a microbatch, and which part of it is this rank's."""
+
+    context_size: int = 1
+    context_rank: int = 0
+    rank_multiple: int = 1
+    """The tokens of a microbatch on one rank must be a multiple of this."""
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The length of every sequence must be a multiple of this."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """The tokens of a microbatch over all context-parallel ranks must be a multiple of this."""
+        return math.lcm(self.sequence_multiple, self.context_size * self.rank_multiple)
+
+    def aligned(self, length: int) -> int:
+        return -(-length // self.sequence_multiple) * self.sequence_multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,6 +148,7 @@ def make_batch(samples: Samples, advantages: Tensor, weight_version: int) -> Mic
         behaviour_logprobs=samples.logprobs.flatten(),
         weight_versions=torch.where(mask, weight_version, -1),
         advantages=torch.where(mask, advantages.repeat_interleave(length), 0.0),
+        sequence_ids=torch.arange(count).repeat_interleave(length),
         cu_seqlens=torch.arange(0, (count + 1) * length, length, dtype=torch.int32),
         max_seqlen=length,
     )

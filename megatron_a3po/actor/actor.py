@@ -1,6 +1,7 @@
-"""The policy that is trained: one optimizer step per batch of trajectories."""
+"""The policy that is trained: one or several optimizer steps per batch of trajectories."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -8,19 +9,21 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.actor.forward_step import run_microbatches
+from megatron_a3po.actor.fusions import detect_fusions
 from megatron_a3po.actor.head import PolicyHead, choose_output_layer
 from megatron_a3po.actor.model import PolicyModel, build_model
 from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective
-from megatron_a3po.actor.optimizer import build_optimizer
-from megatron_a3po.actor.precision import parameter_dtype
+from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
+from megatron_a3po.actor.precision import parameter_dtype, refuse_missing_fp8, tokens_multiple
 from megatron_a3po.actor.reference import ReferenceWeights
-from megatron_a3po.config import RunConfig
-from megatron_a3po.data.packing import assign_microbatches, pack
+from megatron_a3po.config import RunConfig, load_architecture
+from megatron_a3po.data.balance import assign_microbatches
+from megatron_a3po.data.packing import pack, split_groups
 from megatron_a3po.errors import PublishError, TrainingError
 from megatron_a3po.parallel.reduce import reduce_statistics
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.types import Microbatch, Trajectory
+from megatron_a3po.types import Alignment, Microbatch, Trajectory
 
 
 class PolicyActor:
@@ -31,18 +34,23 @@ class PolicyActor:
         self._device = device
         self._timer = timer
         self.version = 0
-        """Weight version: the number of optimizer steps so far."""
-        self.model: PolicyModel = build_model(
-            config.model,
-            config.parallel,
-            config.precision,
-            seed=config.seed,
-            timeout_seconds=config.actor.collective_timeout_seconds,
-        )
-        self.optimizer = build_optimizer(config.optimizer, config.precision, self.model.chunks)
-        self.objective = Objective(config)
+        """Weight version: the number of training steps so far, each of which is followed by a publication."""
+        fusions = detect_fusions()
+        if config.precision == "fp8":
+            capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
+            refuse_missing_fp8(config.fp8, fusions.transformer_engine, capability)
+        self._architecture = load_architecture(config.model)
+        self.model: PolicyModel = build_model(config, fusions)
+        groups = self.model.groups
+        self.optimizer = PolicyOptimizer(config, self.model.chunks, groups)
+        self.objective = Objective(config, groups.cp)
         self._reference = ReferenceWeights(self.model.chunks) if config.algorithm.kl_coefficient > 0 else None
         self._head = self._build_head()
+        self._alignment = Alignment(
+            context_size=groups.cp.size(),
+            context_rank=groups.cp.rank(),
+            rank_multiple=groups.tp.size() * tokens_multiple(config.precision, config.fp8),
+        )
 
     def _build_head(self) -> PolicyHead:
         config, model = self._config, self.model
@@ -67,18 +75,31 @@ class PolicyActor:
         )
 
     def train_step(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> dict[str, float]:
-        """One optimizer step on the whole batch; the version goes up by one. Returns metrics, equal on every rank.
+        """An optimizer step on each minibatch; the version goes up by one. Returns metrics, equal on every rank.
 
-        advantages [trajectories] float32. Raises TrainingError, before the weights change, when too many log-probs or
-        the gradient are not finite.
+        advantages [trajectories] float32. Raises TrainingError when too many log-probs are not finite, before the
+        weights change, and when too many steps in a row had a gradient that is not finite.
         """
         with self._timer.phase("train"):
-            microbatches = self._with_forward_passes(self._microbatches(trajectories, advantages))
-            metrics = self._forward_backward(microbatches)
-            self._refuse_nonfinite(metrics)
-            metrics["gradient_norm"] = self._optimizer_step()
+            minibatches = self._with_forward_passes(self._minibatches(trajectories, advantages))
+            steps: list[StepResult] = []
+            sums, maxima = [0.0] * NUM_SUMS, [0.0] * (NUM_MAXIMA + 1)
+            for number, microbatches in enumerate(minibatches):
+                more_sums, more_maxima = self._forward_backward(microbatches, fresh_staleness=min(number, 1))
+                part = self.objective.metrics(more_sums, more_maxima[:-1])
+                self._refuse_nonfinite(part)
+                steps.append(self.optimizer.step() if part["loss_tokens"] else self.optimizer.skip())
+                sums = [a + b for a, b in zip(sums, more_sums, strict=True)]
+                maxima = [max(a, b) for a, b in zip(maxima, more_maxima, strict=True)]
+            self.optimizer.finish_parameter_gather()
         self.version += 1
-        return metrics | {"num_microbatches": len(microbatches), "learning_rate": self._config.optimizer.learning_rate}
+        return self.objective.metrics(sums, maxima[:-1]) | {
+            "proximal_seconds": maxima[-1],
+            "gradient_norm": max(step.gradient_norm for step in steps),
+            "learning_rate": steps[-1].learning_rate,
+            "skipped_steps": sum(not step.updated for step in steps),
+            "num_microbatches": sum(map(len, minibatches)),
+        }
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Largest |trainer's log-prob - server's log-prob| over response tokens, which this version must have sampled.
@@ -118,52 +139,73 @@ class PolicyActor:
         _, (largest,) = self._reduce(local, num_sums=0, num_maxima=1)
         return largest
 
+    def _minibatches(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[list[Microbatch]]:
+        """This data-parallel rank's share of each minibatch, packed."""
+        parts = split_groups([trajectory.group_id for trajectory in trajectories], self._config.actor.minibatches)
+        return [self._microbatches([trajectories[index] for index in part], advantages[part]) for part in parts]
+
     def _microbatches(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[Microbatch]:
         """This data-parallel rank's share, packed."""
-        groups = self.model.groups
-        lengths = [trajectory.token_ids.numel() - 1 for trajectory in trajectories]
-        share = assign_microbatches(lengths, self._config.actor.microbatch_tokens, groups.dp.size())[groups.dp.rank()]
+        groups, actor = self.model.groups, self._config.actor
+        lengths = [self._alignment.aligned(trajectory.token_ids.numel() - 1) for trajectory in trajectories]
+        interleaved = len(self.model.chunks) > 1
+        share = assign_microbatches(
+            lengths,
+            [self._architecture.forward_flops(length) for length in lengths],
+            max_tokens=actor.microbatch_tokens * groups.cp.size(),
+            num_ranks=groups.dp.size(),
+            multiple_of=groups.pp.size() if interleaved else 1,
+            oversized=actor.oversized,
+        )[groups.dp.rank()]
         return [
             pack(
                 [trajectories[index] for index in indices],
                 advantages[indices],
-                multiple_of=groups.tp.size(),
+                alignment=self._alignment,
                 device=self._device,
             )
             for indices in share
         ]
 
-    def _with_forward_passes(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """Add the log-probs that the objective needs beside the training forward."""
+    def _with_forward_passes(self, minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:
+        """Add the log-probs, by the weights of before the first step, that the objective needs beside the training."""
         self.objective.proximal_seconds = 0.0
         if self.objective.needs_recomputed_logprobs:
             with self.objective.counting_proximal_seconds():
-                microbatches = self._with_logprobs(microbatches, "recomputed_logprobs")
+                minibatches = self._with_logprobs(minibatches, "recomputed_logprobs")
         if self._reference is not None:
             with self._reference.in_place():
-                microbatches = self._with_logprobs(microbatches, "reference_logprobs")
-        return microbatches
+                minibatches = self._with_logprobs(minibatches, "reference_logprobs")
+        return minibatches
 
-    def _with_logprobs(self, microbatches: list[Microbatch], field: str) -> list[Microbatch]:
+    def _with_logprobs(self, minibatches: list[list[Microbatch]], field: str) -> list[list[Microbatch]]:
         reports = self._run(
-            microbatches, lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()), forward_only=True
+            list(itertools.chain(*minibatches)),
+            lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()),
+            forward_only=True,
         )
         # Only the last stage has them, and only the last stage computes the loss.
         if not reports:
-            return microbatches
+            return minibatches
+        remaining = iter(reports)
         return [
-            dataclasses.replace(microbatch, **{field: logprobs})
-            for microbatch, logprobs in zip(microbatches, reports, strict=True)
+            [dataclasses.replace(microbatch, **{field: next(remaining)}) for microbatch in microbatches]
+            for microbatches in minibatches
         ]
 
-    def _forward_backward(self, microbatches: list[Microbatch]) -> dict[str, float]:
-        """Leaves the gradient of the batch in the model; returns the loss's diagnostics over the whole batch."""
-        for chunk in self.model.chunks:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
+    def _forward_backward(
+        self, microbatches: list[Microbatch], *, fresh_staleness: int
+    ) -> tuple[list[float], list[float]]:
+        """Leaves the gradient of the minibatch in the model; returns the totals of the objective's reports over it.
+
+        The last maximum is the seconds that the proximal policy took so far.
+        """
         self.optimizer.zero_grad()
         reports = self._run(
             microbatches,
-            lambda logprobs, entropy, microbatch: self.objective(logprobs, entropy, microbatch, self.version),
+            lambda logprobs, entropy, microbatch: self.objective(
+                logprobs, entropy, microbatch, self.version, fresh_staleness
+            ),
             forward_only=False,
         )
         local = None
@@ -171,8 +213,7 @@ class PolicyActor:
             largest = torch.stack([maxima for _, maxima in reports]).amax(0)
             spent = largest.new_tensor([self.objective.proximal_seconds])
             local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([largest, spent])
-        sums, (*maxima, seconds) = self._reduce(local, num_sums=NUM_SUMS, num_maxima=NUM_MAXIMA + 1)
-        return self.objective.metrics(sums, maxima) | {"proximal_seconds": seconds}
+        return self._reduce(local, num_sums=NUM_SUMS, num_maxima=NUM_MAXIMA + 1)
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
         limit = self._config.algorithm.max_nonfinite_share
@@ -182,15 +223,6 @@ class PolicyActor:
                 f"step {self.version + 1}: the log-probs of {share:.1%} of the loss tokens are not finite (limit "
                 f"algorithm.max_nonfinite_share = {limit:.1%}); the weights or the servers' answers are broken"
             )
-
-    def _optimizer_step(self) -> float:
-        """Clip, step, and gather the updated parameters. Returns the gradient norm before clipping."""
-        updated, gradient_norm, _ = self.optimizer.step()
-        if not updated or not math.isfinite(gradient_norm):
-            raise TrainingError(
-                f"step {self.version + 1}: gradient norm {gradient_norm}; these weights are not published"
-            )
-        return float(gradient_norm)
 
     def _run(self, microbatches: list[Microbatch], loss_function, *, forward_only: bool):  # type: ignore[no-untyped-def]
         return run_microbatches(self.model.chunks, microbatches, self._head, loss_function, forward_only=forward_only)
@@ -202,7 +234,7 @@ class PolicyActor:
             local,
             num_sums=num_sums,
             num_maxima=num_maxima,
-            data_group=self.model.groups.dp,
+            data_group=self.model.groups.dp_cp,
             pipeline_group=self.model.groups.pp,
             device=self._device,
         )

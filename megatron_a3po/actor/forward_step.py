@@ -27,7 +27,7 @@ def run_microbatches(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """All microbatches through the 1F1B schedule; `head` (see `actor.head`) gives log-probs and entropy.
+    """All microbatches through the (interleaved) 1F1B schedule; `head` (see `actor.head`) gives log-probs and entropy.
 
     Gradients are left in the chunks unless `forward_only`.
 
@@ -52,13 +52,15 @@ def run_microbatches(
 
         return output, loss
 
+    iterators = [iter(microbatches) for _ in chunks]
+    interleaved = len(chunks) > 1
     with torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(chunks) if interleaved else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=max(microbatch.token_ids.numel() for microbatch in microbatches),
+            seq_length=max(microbatch.token_ids.numel() for microbatch in microbatches),  # only a hint: they vary
             micro_batch_size=1,
             forward_only=forward_only,
         )

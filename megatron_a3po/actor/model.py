@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from megatron.bridge import AutoBridge
@@ -14,8 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 
+from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.precision import model_precision, parameter_dtype
-from megatron_a3po.config import ParallelConfig
+from megatron_a3po.config import ParallelConfig, RunConfig
 
 _VOCAB_MULTIPLE = 64
 """The vocabulary of every tensor-parallel rank is padded to a multiple of this."""
@@ -36,20 +37,19 @@ class PolicyModel:
     """over all tensor-parallel ranks"""
 
 
-def build_model(
-    folder: Path, parallel: ParallelConfig, precision: Any, *, seed: int, timeout_seconds: float
-) -> PolicyModel:
-    """Collective over all ranks; the default process group must exist. `folder`: config.json and safetensors."""
-    parallel_state.initialize_model_parallel(
-        parallel.tensor, parallel.pipeline, distributed_timeout_minutes=math.ceil(timeout_seconds / 60)
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
+    """Collective over all ranks; the default process group must exist. `config.model`: config.json and safetensors."""
+    groups = _initialize_parallel_groups(config)
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed)
 
-    bridge = AutoBridge.from_hf_pretrained(str(folder.resolve()), torch_dtype=parameter_dtype(precision))
+    dtype = parameter_dtype(config.precision)
+    bridge = AutoBridge.from_hf_pretrained(str(config.model.resolve()), torch_dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
-    for name, value in _provider_settings(parallel, precision).items():
+    settings = _provider_settings(config, fusions)
+    if provider.num_moe_experts:
+        settings |= _EXPERT_SETTINGS
+    for name, value in settings.items():
         if not hasattr(provider, name):
             raise AttributeError(f"megatron-bridge's {type(provider).__name__} has no setting {name!r}")
         setattr(provider, name, value)
@@ -57,33 +57,74 @@ def build_model(
     provider._pg_collection = groups
 
     chunks = provider.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
-        ),
+        ddp_config=_ddp_config(config),
         wrap_with_ddp=True,
         use_cpu_initialization=True,
         pg_collection=groups,
-        **({} if precision == "bf16" else {"mixed_precision_wrapper": None}),
+        **({"mixed_precision_wrapper": None} if config.precision == "fp32" else {}),
     )
     bridge.load_hf_weights(chunks)
 
     model_config = get_model_config(chunks[0])
-    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+    if config.parallel.overlap:
+        # Gradients are reduced while the last microbatch runs backward, and not before.
+        waiting = [chunk.no_sync for chunk in chunks]
+        model_config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
     vocab_size = bridge.hf_pretrained.config.vocab_size
+    multiple = _vocab_multiple(config.parallel)
     return PolicyModel(
         chunks=chunks,
         bridge=bridge,
         groups=groups,
         vocab_size=vocab_size,
-        padded_vocab_size=calculate_padded_vocab_size(vocab_size, _vocab_multiple(parallel), parallel.tensor),
+        padded_vocab_size=calculate_padded_vocab_size(vocab_size, multiple, config.parallel.tensor),
     )
 
 
-def _provider_settings(parallel: ParallelConfig, precision: Any) -> dict[str, Any]:
+def _initialize_parallel_groups(config: RunConfig) -> ProcessGroupCollection:
+    parallel = config.parallel
+    parallel_state.initialize_model_parallel(
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=math.ceil(config.actor.collective_timeout_seconds / 60),
+        create_gloo_process_groups=False,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    overlap = config.parallel.overlap
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        average_in_collective=False,
+        overlap_grad_reduce=overlap,
+        # After the last step of a batch the weights are published, so only earlier ones can be gathered later.
+        overlap_param_gather=overlap and config.actor.minibatches > 1,
+        fp8_param_gather=config.precision == "fp8" and config.fp8.parameters,
+    )
+
+
+def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
+    parallel = config.parallel
     return {
-        **model_precision(precision),
+        **model_precision(config.precision, config.fp8),
+        **_recompute_settings(config.actor.activation_recompute),
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        # In one batch of sends and receives, two stages could not tell activations from gradients: Megatron's batches
+        # match them by order alone. Interleaved stages therefore exchange each on its own, which also overlaps them.
+        "overlap_p2p_comm": parallel.virtual_pipeline > 1,
+        "batch_p2p_comm": parallel.virtual_pipeline == 1,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.tensor > 1,
         # Packed microbatches differ in length; Megatron accepts that only with this dispatcher, also without experts.
         "variable_seq_lengths": True,
@@ -93,11 +134,31 @@ def _provider_settings(parallel: ParallelConfig, precision: Any) -> dict[str, An
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": _vocab_multiple(parallel),
         "use_cpu_initialization": True,
-        # megatron-bridge turns it on wherever TE imports, but ColumnParallelLinear then demands apex's extension.
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": fusions.gradient_accumulation,
         # RL compares log-probs with a server's: no kernel that computes the cross entropy in bf16.
         "cross_entropy_loss_fusion": False,
+        **({} if fusions.transformer_engine else _WITHOUT_TRANSFORMER_ENGINE),
     }
+
+
+_WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {"apply_rope_fusion": False}
+"""What some of megatron-bridge's providers turn on, and Megatron refuses without its kernels."""
+
+
+_EXPERT_SETTINGS: dict[str, Any] = {
+    # The objective is the policy's alone: no auxiliary loss, and no drift of the router's bias between two steps.
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+}
+
+
+def _recompute_settings(what: Literal["none", "selective", "full"]) -> dict[str, Any]:
+    if what == "none":
+        return {"recompute_granularity": None}
+    if what == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _vocab_multiple(parallel: ParallelConfig) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.algorithm import proximal
@@ -12,6 +13,7 @@ from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
 from megatron_a3po.algorithm.loss import decoupled_ppo_loss
 from megatron_a3po.algorithm.regularization import kl_to_reference
 from megatron_a3po.config import RunConfig
+from megatron_a3po.parallel.reduce import sum_over_group
 from megatron_a3po.types import Microbatch
 
 _MORE_SUMS = (
@@ -32,8 +34,10 @@ Report = tuple[Tensor, Tensor]
 class Objective:
     """The loss of one training step. Pure but for the clock: all state is in the arguments."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, context_group: dist.ProcessGroup | None = None) -> None:
+        """`context_group`: the ranks that share the tokens of each sequence; None: this rank has whole sequences."""
         self._config = config
+        self._sum_over_context = sum_over_group(context_group)
         self._algorithm = config.algorithm
         self._loss_options = config.algorithm.loss_options()
         self.proximal_seconds = 0.0
@@ -44,10 +48,15 @@ class Objective:
         return self._config.proximal == "recompute" or self._algorithm.compare_with_recompute
 
     def __call__(
-        self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, version: int
+        self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, version: int, fresh_staleness: int = 0
     ) -> tuple[Tensor, Report]:
-        """(sum of the losses of the tokens, report). `logprobs`, `entropy`: [tokens] float32 with graph."""
+        """(sum of the losses of the tokens, report). `logprobs`, `entropy`: [tokens] float32 with graph.
+
+        `fresh_staleness`, of tokens that `version` sampled, is 1 from the second optimizer step on a batch on: the
+        weights have moved, and at 0 such a token would have no trust region.
+        """
         staleness = version - microbatch.weight_versions
+        staleness = torch.where(staleness == 0, fresh_staleness, staleness)
         with self.counting_proximal_seconds():
             p = self._proximal(logprobs, microbatch, staleness)
         output = decoupled_ppo_loss(
@@ -57,7 +66,8 @@ class Objective:
             staleness,
             microbatch.advantages,
             microbatch.loss_mask,
-            sequence_ids=_sequence_ids(microbatch),
+            sequence_ids=microbatch.sequence_ids,
+            sum_over_ranks=self._sum_over_context,
             **self._loss_options,
         )
         mask, algorithm = microbatch.loss_mask, self._algorithm
@@ -131,9 +141,3 @@ def _errors(theta: Tensor, b: Tensor, p: Tensor, recomputed: Tensor, mask: Tenso
         "importance_weight_error": total((p - b).exp(), (recomputed - b).exp()),
         "ratio_error": total((theta - p).exp(), (theta - recomputed).exp()),
     }
-
-
-def _sequence_ids(microbatch: Microbatch) -> Tensor:
-    """[tokens] int64: the number of each token's sequence in the pack."""
-    lengths = microbatch.cu_seqlens.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)

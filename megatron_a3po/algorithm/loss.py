@@ -1,5 +1,7 @@
 """The A-3PO loss (arXiv 2512.06547): decoupled PPO around a proximal policy that needs no forward pass of its own."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -62,13 +64,15 @@ def decoupled_ppo_loss(
     weight_cap_level: Level = "token",
     ratio_level: Level = "token",
     sequence_ids: Tensor | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> LossOutput:
     """- sum_t mask_t * w_t * min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
     with w = pi_proximal / pi_behaviour (no gradient) and r = pi_target / pi_proximal; decoupled PPO, arXiv 2110.00641.
 
     All tensors [tokens]: log-probs and advantages float32, staleness int64 (for the diagnostics only), mask bool,
-    sequence_ids int64 (needed by the sequence levels). `target_logprobs` alone carries gradient.
+    sequence_ids int64, each below `tokens` (needed by the sequence levels). `target_logprobs` alone carries gradient.
+    `sum_over_ranks`: differentiable sum of a tensor over the ranks that hold other tokens of the same sequences.
 
     * `dual_clip` bounds the surrogate of negative advantages by dual_clip * |A|, before w; arXiv 1912.09729.
     * A token whose w exceeds `weight_cap` gives nothing ("mask"), or has w cut to the cap ("clamp"). At the level
@@ -88,8 +92,9 @@ def decoupled_ppo_loss(
     p = torch.where(used, proximal.detach(), 0.0)
     advantage = torch.where(used, advantages, 0.0)
     log_w, log_r = p - b, theta - p
+    sequence_mean = partial(_sequence_mean, used=used, sequence_ids=sequence_ids, sum_over_ranks=sum_over_ranks)
     if ratio_level == "sequence":
-        log_w, log_r = _sequence_mean(log_w, used, sequence_ids), _sequence_mean(log_r, used, sequence_ids)
+        log_w, log_r = sequence_mean(log_w), sequence_mean(log_r)
 
     w = bounded_exp(log_w)
     r = bounded_exp(log_r)
@@ -100,7 +105,7 @@ def decoupled_ppo_loss(
         dual_clipped = (advantage < 0) & (r > dual_clip)
         surrogate = torch.where(dual_clipped, dual_clip * advantage, surrogate)
 
-    over_cap = w if weight_cap_level == "token" else bounded_exp(_sequence_mean(log_w, used, sequence_ids))
+    over_cap = w if weight_cap_level == "token" else bounded_exp(sequence_mean(log_w))
     weight, capped = _cap(w, over_cap, used, weight_cap, weight_cap_mode)
     loss_sum = -(weight * surrogate).sum()
     terms = TokenTerms(
@@ -130,14 +135,16 @@ def _cap(
     return torch.where(capped, 0.0 if mode == "mask" else w * (cap / compared), w), capped
 
 
-def _sequence_mean(values: Tensor, used: Tensor, sequence_ids: Tensor | None) -> Tensor:
+def _sequence_mean(
+    values: Tensor, used: Tensor, sequence_ids: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Mean over the used tokens of each sequence, at each of its used tokens; 0 elsewhere. With gradient."""
     if sequence_ids is None:
         raise ValueError("a loss at the level of sequences needs sequence_ids")
     index = torch.where(used, sequence_ids, 0)
-    num_sequences = int(index.max()) + 1 if index.numel() else 1
-    totals = values.new_zeros(num_sequences).index_add(0, index, torch.where(used, values, 0.0))
-    counts = values.new_zeros(num_sequences).index_add(0, index, used.to(values.dtype))
+    per_token = torch.stack([torch.where(used, values, 0.0), used.to(values.dtype)])
+    # There are at most as many sequences as tokens, and that number is the same on ranks that share the sequences.
+    totals, counts = sum_over_ranks(torch.zeros_like(per_token).index_add(1, index, per_token))
     return torch.where(used, (totals / counts.clamp(min=1))[index], 0.0)
 
 

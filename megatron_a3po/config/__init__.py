@@ -1,6 +1,9 @@
 """Every option of a run, and how a file becomes one. Importing it loads no torch."""
 
-from megatron_a3po.config.loading import known_keys, load_config, to_yaml
+from megatron_a3po.config.architecture import Architecture
+from megatron_a3po.config.estimate import MemoryEstimate, estimate_memory, memory_table
+from megatron_a3po.config.families import read_architecture
+from megatron_a3po.config.loading import known_keys, load_architecture, load_config, to_yaml
 from megatron_a3po.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -17,15 +20,21 @@ from megatron_a3po.config.schema import (
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "Architecture",
     "DataConfig",
     "EvaluationConfig",
     "Fp8Config",
+    "MemoryEstimate",
     "OptimizerConfig",
     "ParallelConfig",
     "PublishConfig",
     "RolloutConfig",
     "RunConfig",
+    "estimate_memory",
     "known_keys",
+    "load_architecture",
     "load_config",
+    "memory_table",
+    "read_architecture",
     "to_yaml",
 ]

@@ -9,7 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_a3po.config.architecture import Architecture
 from megatron_a3po.config.checks import Mistake, find_mistakes
+from megatron_a3po.config.families import read_architecture
 from megatron_a3po.config.files import parse_overrides, read_yaml, write_yaml
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.errors import ConfigError
@@ -36,6 +38,11 @@ def load_config(
         lines = "".join(f"\n  {index}. {mistake}" for index, mistake in enumerate(mistakes, 1))
         raise ConfigError(f"{path}: {len(mistakes)} mistake{'s' * (len(mistakes) > 1)} in the configuration:{lines}")
     return config
+
+
+def load_architecture(folder: Path) -> Architecture:
+    """What the config.json of a Hugging Face folder describes; `load_config` has found it in order."""
+    return read_architecture(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def to_yaml(config: RunConfig) -> str:

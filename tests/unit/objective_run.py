@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective, Report
 from megatron_a3po.config import RunConfig
 from megatron_a3po.data.packing import pack
-from megatron_a3po.types import FinishReason, Microbatch, Trajectory
+from megatron_a3po.types import Alignment, FinishReason, Microbatch, Trajectory
 
 VERSION = 7
 SHAPES = [(3, 6), (1, 1), (2, 11), (4, 3), (1, 9)]
@@ -59,7 +59,9 @@ ADVANTAGES = torch.tensor([1.5, -0.7, -1.2, 0.4, 0.9])
 
 def batch(multiple_of: int = 8) -> tuple[Microbatch, Tensor, Tensor]:
     """(microbatch with every optional field, log-probs, entropy); random numbers also where the mask is false."""
-    microbatch = pack(trajectories(), ADVANTAGES, multiple_of=multiple_of, device=torch.device("cpu"))
+    microbatch = pack(
+        trajectories(), ADVANTAGES, alignment=Alignment(rank_multiple=multiple_of), device=torch.device("cpu")
+    )
     generator = torch.Generator().manual_seed(32)
     noise, more, still_more, entropy = torch.randn(4, len(microbatch.labels), generator=generator)
     theta = microbatch.behaviour_logprobs + 0.5 * noise

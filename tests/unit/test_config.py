@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_a3po.config import RunConfig, known_keys, load_config, to_yaml
+from megatron_a3po.config.model_checks import NOT_ON_CPU
 from megatron_a3po.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = {
     "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 32,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "intermediate_size": 24,
@@ -133,7 +135,7 @@ def test_all_mistakes_come_in_one_message(file: Path) -> None:
 
     expected = """
         oops num_step num_steps seed max_staleness learning_rate parallel.pipline algorithm.dual_clip rollout.servers
-        actor.microbatch_tokens parallel parallel.tensor parallel.tensor
+        actor.microbatch_tokens parallel parallel.tensor
     """
     assert sorted(mistakes(file, *overrides, "algorithm.dual_clip=1", world_size="4")) == sorted(expected.split())
 
@@ -195,7 +197,6 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "words"),
     [
-        (["precision=bf16"], "", "precision", "set `precision: fp32`"),
         (["device=cuda"], "", "rollout.servers", "start SGLang on other GPUs"),
         (["rollout.servers=[]"], "", "rollout.servers", "at least one http://host:port"),
         (["rollout.servers=['host:30000']"], "", "rollout.servers", "not a URL; write http://host:port"),
@@ -205,16 +206,7 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
             "publish.max_logprob_difference",
             "set `publish.verify_prompts`",
         ),
-        (["parallel.tensor=4", "actor.microbatch_tokens=1022"], "", "actor.microbatch_tokens", "use 1024"),
-        (["parallel.tensor=2"], "3", "parallel", "2 ranks do not divide the 3 ranks that torchrun started"),
-        (["rollout.prompts_per_step=1", "rollout.group_size=2"], "3", "rollout.prompts_per_step", "cannot feed 3"),
-        (
-            ["parallel.tensor=8"],
-            "",
-            "parallel.tensor",
-            "does not divide the model's 4 key-value heads; use one of [1, 2, 4]",
-        ),
-        (["parallel.pipeline=4"], "", "parallel.pipeline", "the model's 6 layers; use one of [1, 2, 3, 6]"),
+        (["optimizer.offload=true"], "", "optimizer.offload", "in host memory already; remove this key"),
         (["rollout.max_new_tokens=100"], "", "rollout.max_new_tokens", "use less than 100"),
         (["model=nowhere"], "", "model", "no config.json there"),
     ],
@@ -232,20 +224,53 @@ def test_what_cannot_run_together_is_refused_with_a_remedy(
     [
         ("{", "cannot be read"),
         ("[]", "does not describe a model"),
-        ("{}", "architecture not supported; use Qwen3ForCausalLM"),
+        ("{}", "architecture not supported; use one of Qwen2ForCausalLM, Qwen3ForCausalLM"),
         (
-            json.dumps(DESCRIPTION | {"architectures": ["LlamaForCausalLM"]}),
-            "'LlamaForCausalLM': architecture not supported",
+            json.dumps(DESCRIPTION | {"architectures": ["GPT2LMHeadModel"]}),
+            "'GPT2LMHeadModel': architecture not supported",
         ),
-        (json.dumps(DESCRIPTION | {"num_hidden_layers": None}), "no positive number num_hidden_layers"),
-        (json.dumps(DESCRIPTION | {"vocab_size": "259"}), "no positive number vocab_size"),
-        (json.dumps(DESCRIPTION | {"architectures": "Qwen3ForCausalLM", "vocab_size": True}), "no positive number"),
+        (json.dumps(DESCRIPTION | {"num_hidden_layers": None}), "no sensible num_hidden_layers"),
+        (json.dumps(DESCRIPTION | {"hidden_size": 0, "vocab_size": "259"}), "no sensible hidden_size, vocab_size"),
+        (json.dumps(DESCRIPTION | {"vocab_size": "259"}), "no sensible vocab_size"),
+        (json.dumps(DESCRIPTION | {"architectures": "Qwen3ForCausalLM", "vocab_size": True}), "no sensible vocab_size"),
     ],
 )
 def test_a_model_folder_that_cannot_be_used_is_refused(file: Path, model: Path, description: str, words: str) -> None:
     (model / "config.json").write_text(description)
 
     assert words in refusal(file) and mistakes(file) == ["model"]
+
+
+@pytest.mark.parametrize("name", NOT_ON_CPU)
+def test_an_architecture_that_the_cpu_cannot_carry_is_refused_with_the_reason(
+    file: Path, model: Path, name: str
+) -> None:
+    (model / "config.json").write_text(json.dumps(DESCRIPTION | {"architectures": [name]}))
+
+    assert f"model = '{name}': not with `device: cpu`: {NOT_ON_CPU[name]}; use `device: cuda`" in refusal(file)
+
+
+def test_a_variant_that_would_silently_be_built_otherwise_is_refused(file: Path, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(DESCRIPTION | {"attention_bias": True}))
+
+    assert mistakes(file) == ["model"]
+    assert "its config.json has attention_bias = True, and Qwen3ForCausalLM would be built with False" in refusal(file)
+
+
+def test_mistakes_of_the_layout_and_of_the_model_come_together(file: Path) -> None:
+    overrides = [
+        "parallel.tensor=5",
+        "parallel.pipeline=4",
+        "parallel.expert=3",
+        "precision=fp8",
+        "proximal=reuse_target",
+    ]
+    overrides += ["actor.minibatches=4", "rollout.max_new_tokens=100"]
+
+    assert set(mistakes(file, *overrides, world_size="21")) == {
+        *("proximal", "precision", "actor.microbatch_tokens", "parallel", "parallel.tensor", "parallel.pipeline"),
+        *("parallel.expert", "rollout.max_new_tokens"),
+    }
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "model.safetensors"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_a3po.data.packing import pack
+from megatron_a3po.types import Alignment
 from tests.unit.objective_run import (
     ADVANTAGES,
     EVERYTHING,
@@ -82,7 +83,12 @@ def test_the_sums_over_any_split_into_microbatches_equal_the_whole(method: str, 
         tokens = slice(bounds[first], bounds[last])
         assert whole.recomputed_logprobs is not None and whole.reference_logprobs is not None
         part = dataclasses.replace(
-            pack(sequences[first:last], ADVANTAGES[first:last], multiple_of=1, device=torch.device("cpu")),
+            pack(
+                sequences[first:last],
+                ADVANTAGES[first:last],
+                alignment=Alignment(rank_multiple=1),
+                device=torch.device("cpu"),
+            ),
             recomputed_logprobs=whole.recomputed_logprobs[tokens],
             reference_logprobs=whole.reference_logprobs[tokens],
         )
@@ -97,7 +103,7 @@ def test_the_sums_over_any_split_into_microbatches_equal_the_whole(method: str, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_microbatch_of_padding_only_has_a_loss_of_zero_with_a_graph(method: str) -> None:
-    empty = pack([], torch.zeros(0), multiple_of=4, device=torch.device("cpu"))
+    empty = pack([], torch.zeros(0), alignment=Alignment(rank_multiple=4), device=torch.device("cpu"))
     nothing = torch.full((4,), math.nan)
     microbatch = dataclasses.replace(empty, recomputed_logprobs=nothing, reference_logprobs=nothing)
     result = run(objective(method, ratio_level="sequence", **EVERYTHING), microbatch, nothing, nothing)

@@ -1,5 +1,6 @@
 """Packing: every sequence once, in bounds, and every loss token with what belongs to it."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_a3po.data.packing import assign_microbatches, pack
-from megatron_a3po.errors import DataError
-from megatron_a3po.types import FinishReason, Microbatch, Trajectory
+from megatron_a3po.data.packing import pack, split_groups
+from megatron_a3po.types import Alignment, FinishReason, Microbatch, Trajectory
 
 CPU = torch.device("cpu")
 seeded = settings(max_examples=60, deadline=None, derandomize=True)
@@ -34,48 +34,7 @@ def trajectory(prompt_length: int, response_length: int, number: int = 0) -> Tra
 def packed(shapes: list[tuple[int, int]], multiple_of: int = 1) -> tuple[list[Trajectory], Microbatch]:
     trajectories = [trajectory(*shape, number) for number, shape in enumerate(shapes)]
     advantages = torch.arange(len(shapes)) + 0.5
-    return trajectories, pack(trajectories, advantages, multiple_of=multiple_of, device=CPU)
-
-
-def place_longest_first(lengths: list[int], count: int, max_tokens: int) -> bool:
-    """Does putting each sequence, longest first, into the emptiest of `count` microbatches respect the bound?"""
-    loads = [0] * count
-    for length in sorted(lengths, reverse=True):
-        loads[loads.index(min(loads))] += length
-    return max(loads) <= max_tokens
-
-
-@seeded
-@given(st.lists(st.integers(1, 50), min_size=4, max_size=60), st.integers(50, 130), st.integers(1, 4))
-def test_every_sequence_is_in_exactly_one_microbatch_and_none_is_over_the_bound(
-    lengths: list[int], max_tokens: int, num_ranks: int
-) -> None:
-    ranks = assign_microbatches(lengths, max_tokens, num_ranks)
-    loads = [sum(lengths[index] for index in microbatch) for rank in ranks for microbatch in rank]
-
-    assert sorted(index for rank in ranks for microbatch in rank for index in microbatch) == list(range(len(lengths)))
-    assert max(loads) <= max_tokens
-    assert max(loads) - min(loads) <= max(lengths), "the emptiest microbatch should have taken the last sequence"
-    # The same number on every rank, or they would wait for each other in a collective; and no more than needed.
-    assert len(ranks) == num_ranks and len({len(rank) for rank in ranks}) == 1
-    fewer = len(loads) - num_ranks
-    assert fewer == 0 or sum(lengths) > fewer * max_tokens or not place_longest_first(lengths, fewer, max_tokens)
-
-
-def test_more_microbatches_than_sequences_leave_some_empty() -> None:
-    ranks = assign_microbatches([10, 10, 10], 10, 2)
-
-    assert sorted(len(microbatch) for rank in ranks for microbatch in rank) == [0, 1, 1, 1]
-    assert [len(rank) for rank in ranks] == [2, 2]
-
-
-def test_a_sequence_over_the_bound_and_too_few_sequences_are_errors_with_a_remedy() -> None:
-    with pytest.raises(DataError, match=r"a sequence of 11 tokens .* actor\.microbatch_tokens = 10; raise it"):
-        assign_microbatches([3, 11], 10, 1)
-    with pytest.raises(DataError, match="1 sequences cannot feed 2 data-parallel ranks"):
-        assign_microbatches([3], 10, 2)
-    with pytest.raises(DataError, match="0 sequences"):
-        assign_microbatches([], 10, 1)
+    return trajectories, pack(trajectories, advantages, alignment=Alignment(rank_multiple=multiple_of), device=CPU)
 
 
 @seeded
@@ -133,6 +92,7 @@ DTYPES = [
     ("behaviour_logprobs", torch.float32),
     ("weight_versions", torch.int64),
     ("advantages", torch.float32),
+    ("sequence_ids", torch.int64),
 ]
 
 
@@ -149,10 +109,57 @@ def test_a_loss_token_without_a_weight_version_is_refused() -> None:
     item.weight_versions[1] = -1
 
     with pytest.raises(AssertionError, match="weight version"):
-        pack([item], torch.ones(1), multiple_of=1, device=CPU)
+        pack([item], torch.ones(1), alignment=Alignment(), device=CPU)
 
 
 @pytest.mark.parametrize("num_advantages", [0, 1, 3])
 def test_an_advantage_too_few_or_too_many_is_an_error_and_not_a_lost_trajectory(num_advantages: int) -> None:
     with pytest.raises(ValueError):
-        pack([trajectory(2, 3), trajectory(1, 2)], torch.ones(num_advantages), multiple_of=1, device=CPU)
+        pack([trajectory(2, 3), trajectory(1, 2)], torch.ones(num_advantages), alignment=Alignment(), device=CPU)
+
+
+@seeded
+@given(SHAPES, st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 16]))
+def test_context_parallel_ranks_hold_every_token_once_in_chunks_from_both_ends(
+    shapes: list[tuple[int, int]], size: int, rank_multiple: int
+) -> None:
+    trajectories = [trajectory(*shape, number) for number, shape in enumerate(shapes)]
+    advantages = torch.arange(len(shapes)) + 0.5
+    parts = [
+        pack(
+            trajectories,
+            advantages,
+            alignment=Alignment(context_size=size, context_rank=rank, rank_multiple=rank_multiple),
+            device=CPU,
+        )
+        for rank in range(size)
+    ]
+    bounds = parts[0].cu_seqlens.tolist()
+    assert all(part.cu_seqlens.tolist() == bounds and part.max_seqlen == parts[0].max_seqlen for part in parts)
+    assert {part.token_ids.numel() for part in parts} == {bounds[-1] // size} and bounds[
+        -1
+    ] // size % rank_multiple == 0
+
+    whole = {name: torch.cat(_joined(name, parts, bounds)) for name, _ in DTYPES}
+    for number, (item, start) in enumerate(zip(trajectories, bounds, strict=False)):
+        end = start + item.token_ids.numel() - 1
+        assert whole["token_ids"][start:end].equal(item.token_ids[:-1])
+        assert whole["labels"][start:end].equal(item.token_ids[1:])
+        assert whole["position_ids"][start:end].tolist() == list(range(end - start))
+        assert whole["weight_versions"][start:end][whole["loss_mask"][start:end]].equal(item.weight_versions)
+        assert whole["sequence_ids"][start:end].eq(number).all()
+    assert whole["loss_mask"].sum() == sum(response for _, response in shapes)
+
+
+def _joined(name: str, parts: list[Microbatch], bounds: list[int]) -> list[torch.Tensor]:
+    """The tensor over all ranks in the order of the sequences' tokens."""
+    size, joined = len(parts), []
+    for start, end in itertools.pairwise(bounds):
+        halves = [getattr(part, name)[start // size : end // size].chunk(2) for part in parts]
+        joined += [front for front, _ in halves] + [back for _, back in reversed(halves)]
+    return joined
+
+
+def test_minibatches_are_whole_groups_in_the_order_of_their_issue() -> None:
+    assert split_groups([7, 7, 3, 3, 3, 9, 9, 4, 4], 2) == [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    assert split_groups([5, 6, 5, 6], 1) == [[0, 1, 2, 3]]

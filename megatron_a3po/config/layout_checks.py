@@ -1,0 +1,215 @@
+"""Checks of the parallel layout: against the ranks that torchrun started, and against the model."""
+
+import math
+from collections.abc import Iterator
+
+from megatron_a3po.config.architecture import Architecture
+from megatron_a3po.config.mistakes import Mistake
+from megatron_a3po.config.schema import RunConfig
+
+FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+"""By recipe, what the tokens of a matrix product in FP8 must be a multiple of."""
+
+
+def token_multiple(config: RunConfig) -> int:
+    """What the tokens of a microbatch on one context-parallel rank must be a multiple of.
+
+    Sequence parallelism cuts them into `tensor` equal parts, each of which FP8 wants aligned; context parallelism gives
+    every rank two chunks of each sequence.
+    """
+    parallel = config.parallel
+    cut = parallel.tensor * (FP8_MULTIPLES[config.fp8.recipe] if config.precision == "fp8" else 1)
+    return math.lcm(cut, 2 if parallel.context > 1 else 1)
+
+
+def rank_mistakes(config: RunConfig, world_size: int | None) -> Iterator[Mistake]:
+    """What is wrong whatever the model; `world_size` None: unknown."""
+    parallel, tokens = config.parallel, config.actor.microbatch_tokens
+    multiple = token_multiple(config)
+    if tokens % multiple:
+        causes = [f"parallel.tensor = {parallel.tensor}"] if parallel.tensor > 1 else []
+        causes += [f"parallel.context = {parallel.context}"] if parallel.context > 1 else []
+        causes += [f"fp8.recipe = {config.fp8.recipe}"] if config.precision == "fp8" else []
+        yield Mistake(
+            "actor.microbatch_tokens",
+            tokens,
+            f"not a multiple of {multiple}, to which microbatches are padded for {', '.join(causes)}",
+            f"use {-(-tokens // multiple) * multiple}",
+            ("parallel.tensor", "parallel.context", "precision", "fp8.recipe"),
+        )
+    room, longest = tokens * parallel.context, config.rollout.max_new_tokens
+    if config.actor.oversized == "error" and longest >= room:
+        yield Mistake(
+            "actor.microbatch_tokens",
+            tokens,
+            f"a response of rollout.max_new_tokens = {longest} does not fit a microbatch of {room} tokens (x "
+            "parallel.context), and would stop the run",
+            "raise it to the longest prompt and response together, or set `actor.oversized: alone`",
+            ("rollout.max_new_tokens", "parallel.context", "actor.oversized"),
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield Mistake(
+            "parallel.virtual_pipeline",
+            parallel.virtual_pipeline,
+            "one pipeline stage has nothing to interleave",
+            "use 1, or `parallel.pipeline` above 1",
+            ("parallel.pipeline",),
+        )
+    if world_size is not None:
+        yield from _world(config, world_size)
+
+
+def _world(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    parallel = config.parallel
+    tensor, pipeline, context = parallel.tensor, parallel.pipeline, parallel.context
+    model = tensor * pipeline * context
+    layout = ("parallel.tensor", "parallel.pipeline", "parallel.context")
+    if world_size % model:
+        yield Mistake(
+            "parallel",
+            f"tensor {tensor} x pipeline {pipeline} x context {context}",
+            f"{model} ranks do not divide the {world_size} ranks that torchrun started",
+            f"start a multiple of {model} ranks, or change the layout",
+            layout,
+        )
+        return
+    # Megatron draws the expert-parallel groups from all ranks of one pipeline stage.
+    if (world_size // pipeline) % parallel.expert:
+        yield Mistake(
+            "parallel.expert",
+            parallel.expert,
+            f"does not divide the {world_size // pipeline} ranks of a pipeline stage",
+            f"use one of {_divisors(world_size // pipeline)}",
+            ("parallel.pipeline",),
+        )
+    data = world_size // model
+    trajectories = config.rollout.prompts_per_step * config.rollout.group_size // config.actor.minibatches
+    if trajectories < data:
+        part = "batch" if config.actor.minibatches == 1 else "minibatch"
+        yield Mistake(
+            "rollout.prompts_per_step",
+            config.rollout.prompts_per_step,
+            f"{trajectories} trajectories per {part} cannot feed {data} data-parallel ranks",
+            "raise it, or start fewer ranks",
+            ("rollout.group_size", "actor.minibatches", *layout),
+        )
+
+
+def architecture_mistakes(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
+    """What the model's sizes do not allow."""
+    yield from _tensor(config, architecture)
+    yield from _pipeline(config, architecture)
+    yield from _context(config, architecture)
+    yield from _experts(config, architecture)
+    if config.precision == "fp8":
+        yield from _fp8(config, architecture)
+
+
+def _tensor(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
+    tensor = config.parallel.tensor
+    problems = _tensor_problems(tensor, architecture)
+    if problems:
+        fitting = [ranks for ranks in _divisors(architecture.num_heads) if not _tensor_problems(ranks, architecture)]
+        for problem in problems:
+            yield Mistake("parallel.tensor", tensor, problem, f"use one of {fitting}", ("model",))
+
+
+def _tensor_problems(tensor: int, architecture: Architecture) -> list[str]:
+    heads, kv_heads, experts = architecture.num_heads, architecture.num_kv_heads, architecture.experts
+    problems = []
+    if heads % tensor:
+        problems.append(f"does not divide the model's {heads} attention heads")
+    # Beyond one rank per key-value head, several compute the same key and value for different queries.
+    elif kv_heads % tensor and tensor % kv_heads:
+        problems.append(f"neither a divisor nor a multiple of the model's {kv_heads} key-value heads")
+    if architecture.num_moe_layers < architecture.num_layers and architecture.intermediate_size % tensor:
+        problems.append(f"does not divide the model's {architecture.intermediate_size} hidden units of the MLP")
+    if experts and experts.shared_intermediate_size % tensor:
+        problems.append(f"does not divide the {experts.shared_intermediate_size} hidden units of the shared experts")
+    return problems
+
+
+def _pipeline(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
+    layers, parallel = architecture.num_layers, config.parallel
+    if layers % parallel.pipeline:
+        yield Mistake(
+            "parallel.pipeline",
+            parallel.pipeline,
+            f"does not divide the model's {layers} layers",
+            f"use one of {_divisors(layers)}",
+            ("model",),
+        )
+    elif layers % (parallel.pipeline * parallel.virtual_pipeline):
+        yield Mistake(
+            "parallel.virtual_pipeline",
+            parallel.virtual_pipeline,
+            f"does not divide the {layers // parallel.pipeline} layers of a pipeline stage",
+            f"use one of {_divisors(layers // parallel.pipeline)}",
+            ("parallel.pipeline", "model"),
+        )
+
+
+def _context(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
+    if config.parallel.context > 1 and architecture.attention_sinks:
+        yield Mistake(
+            "parallel.context",
+            config.parallel.context,
+            f"the attention of {architecture.name}, with windows and sinks, is not shared among ranks",
+            "use 1",
+            ("model",),
+        )
+
+
+def _experts(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
+    ranks, experts = config.parallel.expert, architecture.experts
+    if ranks > 1 and experts is None:
+        yield Mistake("parallel.expert", ranks, f"{architecture.name} has no experts", "use 1", ("model",))
+    elif experts and experts.num_experts % ranks:
+        yield Mistake(
+            "parallel.expert",
+            ranks,
+            f"does not divide the model's {experts.num_experts} experts",
+            f"use one of {_divisors(experts.num_experts)}",
+            ("model",),
+        )
+
+
+def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
+    stage = architecture.num_layers // config.parallel.pipeline
+    for key in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if getattr(config.fp8, key) > stage:
+            yield Mistake(
+                f"fp8.{key}",
+                getattr(config.fp8, key),
+                f"a pipeline stage has {stage} layers, and Megatron takes no more than one stage",
+                f"use at most {stage}",
+                ("parallel.pipeline", "model"),
+            )
+    multiple = 32 if config.fp8.recipe == "mxfp8" else 16  # Transformer Engine's, for both sides of a weight
+    for width, what in _widths(config.parallel.tensor, architecture):
+        if width % multiple:
+            yield Mistake(
+                "precision",
+                "fp8",
+                f"a rank's {width} {what} are not a multiple of {multiple}, as `fp8.recipe: {config.fp8.recipe}` needs",
+                "use a smaller `parallel.tensor`, or `precision: bf16`",
+                ("parallel.tensor", "fp8.recipe", "model"),
+            )
+
+
+def _widths(tensor: int, architecture: Architecture) -> Iterator[tuple[int, str]]:
+    """Sides of the weights of one tensor-parallel rank."""
+    experts = architecture.experts
+    yield architecture.hidden_size, "hidden units"
+    if architecture.latent is None:
+        yield architecture.num_heads * architecture.head_dim // tensor, "hidden units of the attention"
+    if architecture.num_moe_layers < architecture.num_layers:
+        yield architecture.intermediate_size // tensor, "hidden units of the MLP"
+    if experts:
+        yield experts.intermediate_size, "hidden units of an expert"
+        yield experts.shared_intermediate_size // tensor, "hidden units of the shared experts"
+
+
+def _divisors(count: int) -> list[int]:
+    """Those that a cluster could want."""
+    return [divisor for divisor in range(1, min(count, 1024) + 1) if count % divisor == 0]

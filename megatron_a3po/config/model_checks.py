@@ -1,0 +1,86 @@
+"""Checks of the model folder, and of the configuration against what it holds."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_a3po.config.families import SUPPORTED_ARCHITECTURES, OddFields, architecture_name, read_architecture
+from megatron_a3po.config.layout_checks import architecture_mistakes
+from megatron_a3po.config.mistakes import Mistake
+from megatron_a3po.config.schema import RunConfig
+from megatron_a3po.config.variants import unbuilt_variants
+
+NOT_ON_CPU = {
+    "DeepseekV3ForCausalLM": "Megatron builds its latent attention from Transformer Engine's modules only",
+    "GptOssForCausalLM": "its attention, with windows and sinks, is Transformer Engine's only",
+}
+"""Architectures that `device: cpu` cannot carry, with the reason."""
+
+
+def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    folder = config.model
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "give a Hugging Face model folder; `python tools/make_tiny_model.py` makes a tiny one"
+        yield Mistake("model", str(folder), "no config.json there", remedy)
+        return
+    except (OSError, ValueError) as error:
+        yield Mistake("model", str(folder), f"its config.json cannot be read ({error})", "copy the folder again")
+        return
+    if not isinstance(described, dict):
+        yield Mistake("model", str(folder), "its config.json does not describe a model", "copy the folder again")
+        return
+    yield from _files(folder)
+    name = architecture_name(described)
+    if name not in SUPPORTED_ARCHITECTURES:
+        yield Mistake("model", name, "architecture not supported", f"use one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+        return
+    if config.device == "cpu" and name in NOT_ON_CPU:
+        remedy = "use `device: cuda`, or another model"
+        yield Mistake("model", name, f"not with `device: cpu`: {NOT_ON_CPU[name]}", remedy, ("device",))
+    for field, value, built in unbuilt_variants(described):
+        problem = f"its config.json has {field} = {value!r}, and {name} would be built with {built} all the same"
+        yield Mistake("model", str(folder), problem, "use another model")
+    try:
+        architecture = read_architecture(described)
+    except OddFields as error:
+        problem = f"its config.json has no sensible {', '.join(error.fields)}"
+        yield Mistake("model", str(folder), problem, "copy the folder again")
+        return
+    yield from architecture_mistakes(config, architecture)
+    longest = architecture.max_positions
+    if config.rollout.max_new_tokens >= longest:
+        yield Mistake(
+            "rollout.max_new_tokens",
+            config.rollout.max_new_tokens,
+            f"the model's context is {longest} tokens, prompt included",
+            f"use less than {longest}",
+            ("model",),
+        )
+
+
+def _files(folder: Path) -> Iterator[Mistake]:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / file).exists():
+            yield Mistake("model", str(folder), f"no {file} there", "copy the tokenizer's files into the folder")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        yield Mistake("model", str(folder), "no *.safetensors there", "copy the weights into the folder")
+    for shard in shards:
+        if not _is_whole(shard):
+            yield Mistake("model", str(shard), "the file is cut off or damaged", "copy it again")
+
+
+def _is_whole(shard: Path) -> bool:
+    """Whether a safetensors file is as long as its header says: 8 bytes of length, JSON, data."""
+    try:
+        with shard.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > shard.stat().st_size:
+                return False
+            header = json.loads(file.read(header_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return 8 + header_bytes + max(ends, default=0) == shard.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False

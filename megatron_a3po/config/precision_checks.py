@@ -1,0 +1,62 @@
+"""Checks of `precision` and of the section `fp8` that need no model."""
+
+from collections.abc import Iterator
+
+from megatron_a3po.config.mistakes import Mistake
+from megatron_a3po.config.schema import Fp8Config, RunConfig
+
+
+def precision_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    if config.precision == "fp8":
+        yield from _fp8(config)
+        return
+    for key in Fp8Config.model_fields:
+        value = getattr(config.fp8, key)
+        if value != getattr(Fp8Config(), key):
+            yield Mistake(
+                f"fp8.{key}",
+                value,
+                f"nothing is computed in FP8 with `precision: {config.precision}`",
+                "set `precision: fp8`, or remove this key",
+                ("precision",),
+            )
+
+
+def _fp8(config: RunConfig) -> Iterator[Mistake]:
+    fp8 = config.fp8
+    if config.device == "cpu":
+        yield Mistake(
+            "precision",
+            "fp8",
+            "not with `device: cpu`: FP8 is Transformer Engine's, and without it Megatron would silently compute "
+            "unquantised",
+            "use `precision: bf16` or `precision: fp32`",
+            ("device",),
+        )
+    if fp8.parameters and fp8.recipe == "blockwise" and config.parallel.tensor > 1:
+        yield Mistake(
+            "fp8.parameters",
+            True,
+            f"with `fp8.recipe: blockwise` and parallel.tensor = {config.parallel.tensor}, log-probs were NaN from the "
+            "second step on (NeMo-RL, issue 1164)",
+            "set `fp8.parameters: false`, or `parallel.tensor: 1`, or another recipe",
+            ("fp8.recipe", "parallel.tensor"),
+        )
+    if fp8.parameters and config.algorithm.kl_coefficient > 0:
+        yield Mistake(
+            "fp8.parameters",
+            True,
+            f"algorithm.kl_coefficient = {config.algorithm.kl_coefficient} lends the storage of the weights to the "
+            "reference policy, and FP8 weights would not come back the same",
+            "set `fp8.parameters: false`, or `algorithm.kl_coefficient: 0`",
+            ("algorithm.kl_coefficient",),
+        )
+    for key in ("bf16_layers_at_start", "bf16_layers_at_end"):
+        if fp8.recipe == "delayed" and getattr(fp8, key) > 0:
+            yield Mistake(
+                f"fp8.{key}",
+                getattr(fp8, key),
+                "Megatron has no bf16 layers beside `fp8.recipe: delayed`",
+                "use 0, or another recipe",
+                ("fp8.recipe",),
+            )

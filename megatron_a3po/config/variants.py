@@ -1,0 +1,78 @@
+"""Variants of the supported architectures that would be trained as if they were something else."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_a3po.config.families import architecture_name
+
+_BUILT: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"use_sliding_window": False},
+    "Qwen3ForCausalLM": {"attention_bias": False, "use_sliding_window": False},
+    "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False},
+    "Qwen3MoeForCausalLM": {
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
+    "DeepseekV3ForCausalLM": {"attention_bias": False, "tie_word_embeddings": False},
+    "GptOssForCausalLM": {"attention_bias": True, "tie_word_embeddings": False},
+}
+"""The only value of a field that megatron-bridge 0.6.2 builds and maps; it takes no notice of another one."""
+
+_ROTARY: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": ("default", "linear", "llama3"),
+    "Glm4MoeForCausalLM": ("default",),
+    "GptOssForCausalLM": ("yarn",),
+}
+_ROTARY_OTHERWISE = ("default", "yarn")
+_ROTARY_CONSTANTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "GptOssForCausalLM": {
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+"""Those of the scaled rotary embeddings that it does not read."""
+
+
+def unbuilt_variants(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """(field, value, what it would have to be) of a config.json of a supported architecture."""
+    name = architecture_name(described)
+    for field, built in (_BUILT[name] | {"hidden_act": "silu"}).items():
+        value = described.get(field)
+        if value is not None and value != built:
+            yield field, value, repr(built)
+    rotary = described.get("rope_parameters") or described.get("rope_scaling")
+    if isinstance(rotary, dict):
+        yield from _rotary(name, rotary)
+    yield from _groups_of_experts(described)
+    kinds = described.get("layer_types")
+    if name == "GptOssForCausalLM" and isinstance(kinds, list):
+        alternating = ["sliding_attention", "full_attention"] * len(kinds)
+        if kinds != alternating[: len(kinds)]:
+            yield "layer_types", kinds, "sliding and full attention in turn"
+
+
+def _rotary(name: str, rotary: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    kind, kinds = rotary.get("rope_type") or rotary.get("type"), _ROTARY.get(name, _ROTARY_OTHERWISE)
+    if kind is not None and kind not in kinds:
+        yield "rope_type", kind, " or ".join(map(repr, kinds))
+    elif kind in ("llama3", "yarn"):
+        for field, built in _ROTARY_CONSTANTS.get(name, {}).items():
+            value = rotary.get(field)
+            if value is not None and value != built:
+                yield field, value, repr(built)
+
+
+def _groups_of_experts(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Hugging Face ranks groups by their two best experts, Megatron by as many as a token takes from each."""
+    groups, chosen, per_token = (described.get(field, 0) for field in ("n_group", "topk_group", "num_experts_per_tok"))
+    if any(type(number) is not int or number < 1 for number in (groups, chosen, per_token)):
+        return
+    if chosen < groups and per_token // chosen != 2:
+        yield "num_experts_per_tok", per_token, f"{2 * chosen}, twice topk_group,"

@@ -1,0 +1,148 @@
+"""Plain PyTorch training of a Hugging Face model, sequence by sequence: what the actor is compared with."""
+
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_a3po.config import RunConfig
+from megatron_a3po.types import FinishReason, Trajectory
+
+
+def random_batch(
+    seed: int, version: int, model: Any, *, vocab_size: int, num_groups: int = 8, longest: int = 14
+) -> list[Trajectory]:
+    """Ragged trajectories whose behaviour log-probs are the model's own with noise, per-token versions up to 3 old."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = []
+    for number in range(4 * num_groups):
+        prompt_length, response_length = torch.randint(3, longest, (2,), generator=generator).tolist()
+        # Without token 0: Hugging Face drops the gradient of the padding token's embedding.
+        ids = torch.randint(1, vocab_size, (prompt_length + response_length,), generator=generator)
+        with torch.no_grad():
+            logprobs, _ = response_logprobs(ids, prompt_length, model)
+        batch.append(
+            Trajectory(
+                prompt_id=str(number),
+                group_id=number // 4,
+                token_ids=ids,
+                prompt_length=prompt_length,
+                behaviour_logprobs=logprobs + 0.7 * torch.randn(response_length, generator=generator),
+                weight_versions=torch.randint(version - 3, version + 1, (response_length,), generator=generator),
+                reward=0.0,
+                finish_reason=FinishReason.STOP,
+            )
+        )
+    return batch
+
+
+def response_logprobs(ids: Tensor, prompt_length: int, model: Any) -> tuple[Tensor, Tensor]:
+    """(log-probs of the response tokens, entropies), both [response]"""
+    log_p = model(ids[None, :-1]).logits[0, prompt_length - 1 :].float().log_softmax(-1)
+    return log_p.gather(-1, ids[prompt_length:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+class PlainTrainer:
+    """One optimizer step per minibatch of whole groups, by the formulas of the paper, on one process."""
+
+    def __init__(self, model: Any, config: RunConfig) -> None:
+        self.model = model
+        self.start = copy.deepcopy(model).requires_grad_(False)
+        self.config = config
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path, config: RunConfig) -> Self:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        return cls(model.eval(), config)
+
+    def train_step(self, batch: Sequence[Trajectory], advantages: Tensor, version: int) -> dict[str, float]:
+        """Metrics by the actor's names. The gradient of the last minibatch stays in the model, as it was unclipped."""
+        totals = {"loss": 0.0, "entropy": 0.0, "kl_to_reference": 0.0}
+        tokens, norms = 0, []
+        with torch.no_grad():
+            before = [response_logprobs(item.token_ids, item.prompt_length, self.model)[0] for item in batch]
+        for number, part in enumerate(_minibatches(batch, self.config.actor.minibatches)):
+            terms = [
+                self._terms(batch[index], float(advantages[index]), before[index], version, fresh=min(number, 1))
+                for index in part
+            ]
+            count = sum(len(batch[index].behaviour_logprobs) for index in part)
+            sums = {name: sum(term[name] for term in terms) for name in totals}
+            algorithm = self.config.algorithm
+            objective = sums["loss"] - algorithm.entropy_coefficient * sums["entropy"]
+            objective = (objective + algorithm.kl_coefficient * sums["kl_to_reference"]) / count
+            self.optimizer.zero_grad()
+            objective.backward()
+            norms.append(self._step())
+            totals = {name: totals[name] + float(sums[name].detach()) for name in totals}
+            tokens += count
+        return {name: value / tokens for name, value in totals.items()} | {"gradient_norm": max(norms)}
+
+    def _terms(
+        self, item: Trajectory, advantage: float, before: Tensor, version: int, *, fresh: int
+    ) -> dict[str, Tensor]:
+        """Sums over the response tokens of one trajectory."""
+        algorithm = self.config.algorithm
+        theta, entropy = response_logprobs(item.token_ids, item.prompt_length, self.model)
+        b, d = item.behaviour_logprobs, version - item.weight_versions
+        d = torch.where(d == 0, fresh, d).float()
+        beta = torch.where(d > 0, 1 / d, 0.0)
+        p = before if self.config.proximal == "recompute" else (beta * b + (1 - beta) * theta).detach()
+        log_w, log_r = p - b, theta - p
+        if algorithm.ratio_level == "sequence":
+            log_w, log_r = log_w.mean().expand_as(b), log_r.mean().expand_as(b)
+        w, r = log_w.exp(), log_r.exp()
+        if algorithm.weight_cap is not None:
+            w = torch.where(w > algorithm.weight_cap, 0.0, w)
+        low, high = 1 - algorithm.clip_epsilon_low, 1 + algorithm.clip_epsilon_high
+        with torch.no_grad():
+            reference, _ = response_logprobs(item.token_ids, item.prompt_length, self.start)
+        log_rho = reference - theta
+        return {
+            "loss": -(w * torch.minimum(r * advantage, r.clamp(low, high) * advantage)).sum(),
+            "entropy": entropy.sum(),
+            "kl_to_reference": (log_rho.exp() - 1 - log_rho).sum() if algorithm.kl_coefficient else torch.zeros(()),
+        }
+
+    def _step(self) -> float:
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad.clone() if parameter.grad is not None else None for parameter in parameters]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.clip_grad_norm)
+        self.optimizer.step()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return float(norm)
+
+
+def _minibatches(batch: Sequence[Trajectory], count: int) -> Iterator[list[int]]:
+    groups = sorted({item.group_id for item in batch})
+    size = len(groups) // count
+    for number in range(count):
+        chosen = groups[number * size : (number + 1) * size]
+        yield [index for index, item in enumerate(batch) if item.group_id in chosen]
+
+
+def checkpoint_tensors(model: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+    """The weights, or their gradients, under the names that a Hugging Face checkpoint gives them."""
+    if gradients:
+        shown = copy.deepcopy(model)
+        for copied, original in zip(shown.parameters(), model.parameters(), strict=True):
+            copied.data = torch.zeros_like(original) if original.grad is None else original.grad.clone()
+        model = shown
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
