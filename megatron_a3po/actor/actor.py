@@ -10,13 +10,16 @@ from torch import Tensor
 
 from megatron_a3po.actor.forward_step import run_microbatches
 from megatron_a3po.actor.fusions import detect_fusions
-from megatron_a3po.actor.head import PolicyHead, choose_output_layer
+from megatron_a3po.actor.head import PolicyHead
 from megatron_a3po.actor.model import PolicyModel, build_model
 from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective
 from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
-from megatron_a3po.actor.precision import parameter_dtype, refuse_missing_fp8, tokens_multiple
+from megatron_a3po.actor.precision import refuse_missing_fp8
 from megatron_a3po.actor.reference import ReferenceWeights
+from megatron_a3po.actor.summary import startup_summary
 from megatron_a3po.config import RunConfig, load_architecture
+from megatron_a3po.config.estimate import choose_output_layer
+from megatron_a3po.config.layout_checks import token_multiple
 from megatron_a3po.data.balance import assign_microbatches
 from megatron_a3po.data.packing import pack, split_groups
 from megatron_a3po.errors import PublishError, TrainingError
@@ -49,18 +52,18 @@ class PolicyActor:
         self._alignment = Alignment(
             context_size=groups.cp.size(),
             context_rank=groups.cp.rank(),
-            rank_multiple=groups.tp.size() * tokens_multiple(config.precision, config.fp8),
+            rank_multiple=token_multiple(config),
         )
+        num_parameters = sum(parameter.numel() for chunk in self.model.chunks for parameter in chunk.parameters())
+        world_size = torch.distributed.get_world_size()
+        for line in startup_summary(
+            config, self._architecture, fusions, world_size=world_size, num_parameters=num_parameters
+        ):
+            logger.info(line)
 
     def _build_head(self) -> PolicyHead:
         config, model = self._config, self.model
-        output_layer, why = choose_output_layer(
-            config.actor.output_layer,
-            tokens=config.actor.microbatch_tokens,
-            columns=model.padded_vocab_size // model.groups.tp.size(),
-            item_bytes=parameter_dtype(config.precision).itemsize,
-        )
-        logger.info(why)
+        output_layer = choose_output_layer(config, self._architecture)
         if output_layer == "fused" and self._device.type == "cuda":
             # Triton asks for a driver when its kernels are defined, so not where there is no GPU.
             from megatron_a3po.parallel.triton_logprobs import check_kernel

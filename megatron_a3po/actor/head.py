@@ -10,9 +10,6 @@ from torch import Tensor
 from megatron_a3po.parallel.vocab_parallel import linear_logprobs_and_entropy, logprobs_and_entropy
 from megatron_a3po.types import Microbatch
 
-OutputLayer = Literal["fused", "logits"]
-_LARGE_LOGITS_BYTES = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyHead:
@@ -21,7 +18,7 @@ class PolicyHead:
     tp_group: torch.distributed.ProcessGroup
     vocab_size: int
     temperature: float
-    output_layer: OutputLayer
+    output_layer: Literal["fused", "logits"]
     with_entropy: bool
     """whether the entropy carries gradient"""
 
@@ -58,15 +55,3 @@ class PolicyHead:
             "vocab_size": self.vocab_size,
             "with_entropy": self.with_entropy,
         }
-
-
-def choose_output_layer(
-    wanted: Literal["auto", "fused", "logits"], *, tokens: int, columns: int, item_bytes: int
-) -> tuple[OutputLayer, str]:
-    """The output layer to use, and why in words. `columns`: padded vocabulary of one tensor-parallel rank."""
-    logits_bytes = 2 * tokens * columns * item_bytes  # the logits and their gradient
-    words = f"the logits of a microbatch and their gradient take {logits_bytes / 2**20:,.0f} MiB on a rank"
-    if wanted != "auto":
-        return wanted, f"output layer {wanted}, as configured; {words}"
-    chosen: OutputLayer = "fused" if logits_bytes > _LARGE_LOGITS_BYTES else "logits"
-    return chosen, f"output layer {chosen}: {words}"

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from megatron.bridge import AutoBridge
-from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,10 +15,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.precision import model_precision, parameter_dtype
-from megatron_a3po.config import ParallelConfig, RunConfig
-
-_VOCAB_MULTIPLE = 64
-"""The vocabulary of every tensor-parallel rank is padded to a multiple of this."""
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.estimate import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +30,6 @@ class PolicyModel:
     groups: ProcessGroupCollection
     vocab_size: int
     """of the Hugging Face model, without padding"""
-    padded_vocab_size: int
-    """over all tensor-parallel ranks"""
 
 
 def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
@@ -71,15 +66,7 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
         # Gradients are reduced while the last microbatch runs backward, and not before.
         waiting = [chunk.no_sync for chunk in chunks]
         model_config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
-    vocab_size = bridge.hf_pretrained.config.vocab_size
-    multiple = _vocab_multiple(config.parallel)
-    return PolicyModel(
-        chunks=chunks,
-        bridge=bridge,
-        groups=groups,
-        vocab_size=vocab_size,
-        padded_vocab_size=calculate_padded_vocab_size(vocab_size, multiple, config.parallel.tensor),
-    )
+    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=bridge.hf_pretrained.config.vocab_size)
 
 
 def _initialize_parallel_groups(config: RunConfig) -> ProcessGroupCollection:
@@ -132,7 +119,8 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
         # The loss is a sum over tokens, divided once by the tokens of the whole batch. DDP reads it when it is built.
         "calculate_per_token_loss": True,
         "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": _vocab_multiple(parallel),
+        # On one rank megatron-bridge loads the vocabulary as it is, and refuses a padded one.
+        "make_vocab_size_divisible_by": VOCAB_MULTIPLE if parallel.tensor > 1 else 1,
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": fusions.gradient_accumulation,
         # RL compares log-probs with a server's: no kernel that computes the cross entropy in bf16.
@@ -159,8 +147,3 @@ def _recompute_settings(what: Literal["none", "selective", "full"]) -> dict[str,
     if what == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _vocab_multiple(parallel: ParallelConfig) -> int:
-    # On one rank megatron-bridge loads the vocabulary as it is, and refuses a padded one.
-    return _VOCAB_MULTIPLE if parallel.tensor > 1 else 1

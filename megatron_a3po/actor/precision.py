@@ -13,14 +13,12 @@ Precision = Literal["bf16", "fp32", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Recipe:
-    """What an FP8 recipe needs, and what it asks of the shapes."""
+    """What an FP8 recipe needs."""
 
     transformer_engine: tuple[int, int]
     """the first version that has it"""
     capabilities: tuple[tuple[int, int], tuple[int, int]]
     """(major, minor) of the first compute capability that has it, and of the first that no longer does"""
-    tokens_multiple: int
-    """of the tokens that one rank's matrix products see"""
     format: Literal["e4m3", "hybrid"]
     """hybrid: gradients in e5m2, whose range a scale per tensor needs"""
 
@@ -30,12 +28,10 @@ class _Recipe:
 
 _NO_END = (99, 0)
 FP8_RECIPES = {
-    "delayed": _Recipe(transformer_engine=(1, 0), capabilities=((8, 9), _NO_END), tokens_multiple=16, format="hybrid"),
-    "tensorwise": _Recipe(
-        transformer_engine=(2, 2), capabilities=((8, 9), _NO_END), tokens_multiple=16, format="hybrid"
-    ),
-    "blockwise": _Recipe(transformer_engine=(2, 3), capabilities=((9, 0), (10, 0)), tokens_multiple=128, format="e4m3"),
-    "mxfp8": _Recipe(transformer_engine=(2, 1), capabilities=((10, 0), _NO_END), tokens_multiple=32, format="e4m3"),
+    "delayed": _Recipe(transformer_engine=(1, 0), capabilities=((8, 9), _NO_END), format="hybrid"),
+    "tensorwise": _Recipe(transformer_engine=(2, 2), capabilities=((8, 9), _NO_END), format="hybrid"),
+    "blockwise": _Recipe(transformer_engine=(2, 3), capabilities=((9, 0), (10, 0)), format="e4m3"),
+    "mxfp8": _Recipe(transformer_engine=(2, 1), capabilities=((10, 0), _NO_END), format="e4m3"),
 }
 
 
@@ -63,11 +59,6 @@ def model_precision(precision: Precision, fp8: Fp8Config) -> dict[str, Any]:
         "num_layers_at_start_in_bf16": fp8.bf16_layers_at_start,
         "num_layers_at_end_in_bf16": fp8.bf16_layers_at_end,
     }
-
-
-def tokens_multiple(precision: Precision, fp8: Fp8Config) -> int:
-    """What the number of tokens of a matrix product must be a multiple of."""
-    return FP8_RECIPES[fp8.recipe].tokens_multiple if precision == "fp8" else 1
 
 
 def refuse_missing_fp8(

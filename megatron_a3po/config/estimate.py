@@ -94,6 +94,20 @@ def padded_vocab_size(parallel: ParallelConfig, architecture: Architecture) -> i
     return -(-architecture.vocab_size // multiple) * multiple
 
 
+def logits_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """The logits of a full microbatch and their gradient, on one rank of the last stage."""
+    columns = padded_vocab_size(config.parallel, architecture) // config.parallel.tensor
+    return 2 * config.actor.microbatch_tokens * columns * _item_bytes(config)
+
+
+def choose_output_layer(config: RunConfig, architecture: Architecture) -> Literal["fused", "logits"]:
+    """What `actor.output_layer` says; auto avoids large logits."""
+    wanted = config.actor.output_layer
+    if wanted != "auto":
+        return wanted
+    return "fused" if logits_bytes(config, architecture) > LARGE_LOGITS_BYTES else "logits"
+
+
 def memory_table(estimate: MemoryEstimate) -> list[str]:
     """The estimate for people, one line for each use of memory."""
     notes = {
@@ -118,13 +132,13 @@ def _estimate_stage(config: RunConfig, architecture: Architecture, world_size: i
     parameters = rank_parameters(parallel, architecture, stage)
     weights = _weights(config, parameters)
     state = _optimizer_state(config, parameters, world_size)
-    output_layer, logits = _output_layer(config, architecture)
+    logits = _output_layer_bytes(config, architecture)
     in_flight = _chunks_in_flight(parallel, stage) / parallel.virtual_pipeline
     offload, with_reference = config.optimizer.offload, config.algorithm.kl_coefficient > 0
     return MemoryEstimate(
         stage=stage,
         parameters=parameters,
-        output_layer=output_layer,
+        output_layer=choose_output_layer(config, architecture),
         microbatches_in_flight=in_flight,
         weights=weights,
         gradients=_FLOAT32 * parameters.total,
@@ -177,21 +191,16 @@ def _activations(config: RunConfig, architecture: Architecture, stage: int) -> i
     return tokens * (sum(kept) * in_flight // parallel.virtual_pipeline + again)
 
 
-def _output_layer(config: RunConfig, architecture: Architecture) -> tuple[Literal["fused", "logits"], int]:
-    """The last stage's choice, and the bytes that it needs."""
+def _output_layer_bytes(config: RunConfig, architecture: Architecture) -> int:
+    """What the last stage's output layer needs beside its weight."""
     parallel, tokens, item = config.parallel, config.actor.microbatch_tokens, _item_bytes(config)
     columns, hidden = padded_vocab_size(parallel, architecture) // parallel.tensor, architecture.hidden_size
-    logits = 2 * tokens * columns * item
     tiles = 2 * _FLOAT32 * min(TILE_ELEMENTS[config.device], tokens * columns)
-    wanted = config.actor.output_layer
-    chosen: Literal["fused", "logits"] = "fused" if logits > LARGE_LOGITS_BYTES else "logits"
-    if wanted != "auto":
-        chosen = wanted
-    if chosen == "logits":
-        return chosen, logits + tiles
+    if choose_output_layer(config, architecture) == "logits":
+        return logits_bytes(config, architecture) + tiles
     # Gathered hidden states, and the float32 sums of both gradients, each cast to the weight's own type at the end.
     sums = _FLOAT32 + (item if item < _FLOAT32 else 0)
-    return chosen, tiles + tokens * hidden * (item + sums) + columns * hidden * sums
+    return tiles + tokens * hidden * (item + sums) + columns * hidden * sums
 
 
 def _layers_of(parallel: ParallelConfig, architecture: Architecture, stage: int) -> list[int]:
