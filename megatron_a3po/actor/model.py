@@ -118,6 +118,8 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         # The loss is a sum over tokens, divided once by the tokens of the whole batch. DDP reads it when it is built.
         "calculate_per_token_loss": True,
+        # Layers for multi-token prediction have no part in the policy's loss.
+        "mtp_num_layers": None,
         "should_pad_vocab": True,
         # On one rank megatron-bridge loads the vocabulary as it is, and refuses a padded one.
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE if parallel.tensor > 1 else 1,
@@ -129,7 +131,12 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
     }
 
 
-_WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {"apply_rope_fusion": False}
+_WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+}
 """What some of megatron-bridge's providers turn on, and Megatron refuses without its kernels."""
 
 
@@ -137,7 +144,9 @@ _EXPERT_SETTINGS: dict[str, Any] = {
     # The objective is the policy's alone: no auxiliary loss, and no drift of the router's bias between two steps.
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
     "moe_router_bias_update_rate": 0.0,
+    "moe_router_dtype": "fp32",
 }
 
 

@@ -10,12 +10,6 @@ from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.config.variants import unbuilt_variants
 
-NOT_ON_CPU = {
-    "DeepseekV3ForCausalLM": "Megatron builds its latent attention from Transformer Engine's modules only",
-    "GptOssForCausalLM": "its attention, with windows and sinks, is Transformer Engine's only",
-}
-"""Architectures that `device: cpu` cannot carry, with the reason."""
-
 
 def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
     folder = config.model
@@ -36,9 +30,6 @@ def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
     if name not in SUPPORTED_ARCHITECTURES:
         yield Mistake("model", name, "architecture not supported", f"use one of {', '.join(SUPPORTED_ARCHITECTURES)}")
         return
-    if config.device == "cpu" and name in NOT_ON_CPU:
-        remedy = "use `device: cuda`, or another model"
-        yield Mistake("model", name, f"not with `device: cpu`: {NOT_ON_CPU[name]}", remedy, ("device",))
     for field, value, built in unbuilt_variants(described):
         problem = f"its config.json has {field} = {value!r}, and {name} would be built with {built} all the same"
         yield Mistake("model", str(folder), problem, "use another model")

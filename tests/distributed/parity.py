@@ -15,6 +15,8 @@ LEARNING_RATE = 2e-4
 ADAM_EPSILON = 1e-3
 """Large, so that an update is a smooth function of the gradient; at 1e-8 it is the sign of rounding errors."""
 WORLD_SIZE = 4
+LIMITS = {"loss": 1e-5, "gradients": 1e-5, "gradient_norm": 1e-5, "weights": 1e-6}
+"""Float32 rounding over four layers; a wrong factor or a missing term is larger by orders of magnitude."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +128,7 @@ def _compare(case: Case, folder: Path) -> Difference | None:
     step = actor.optimizer.step
 
     def step_after_reading_gradients() -> Any:
-        gradients.update(_gradients(actor))
+        gradients.update(reduced_gradients(actor))
         return step()
 
     actor.optimizer.step = step_after_reading_gradients  # type: ignore[method-assign]
@@ -173,7 +175,7 @@ def _exported(actor: Any) -> dict[str, Any]:
     return dict(gather_hf_tensors(actor.model.chunks, actor.model.bridge, actor.model.vocab_size))
 
 
-def _gradients(actor: Any) -> dict[str, Any]:
+def reduced_gradients(actor: Any) -> dict[str, Any]:
     """Put the reduced gradients where the weights are, so that they are gathered and named like weights."""
     import torch.distributed as dist
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_a3po.config import RunConfig, known_keys, load_config, to_yaml
-from megatron_a3po.config.model_checks import NOT_ON_CPU
 from megatron_a3po.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,15 +238,6 @@ def test_a_model_folder_that_cannot_be_used_is_refused(file: Path, model: Path, 
     (model / "config.json").write_text(description)
 
     assert words in refusal(file) and mistakes(file) == ["model"]
-
-
-@pytest.mark.parametrize("name", NOT_ON_CPU)
-def test_an_architecture_that_the_cpu_cannot_carry_is_refused_with_the_reason(
-    file: Path, model: Path, name: str
-) -> None:
-    (model / "config.json").write_text(json.dumps(DESCRIPTION | {"architectures": [name]}))
-
-    assert f"model = '{name}': not with `device: cpu`: {NOT_ON_CPU[name]}; use `device: cuda`" in refusal(file)
 
 
 def test_a_variant_that_would_silently_be_built_otherwise_is_refused(file: Path, model: Path) -> None:

@@ -9,7 +9,6 @@ MAX_TEST_FILE_LINES = 500
 """A file of tests is looked up in, not read through."""
 LONG_FUNCTIONS: dict[str, str] = {
     "megatron_a3po/algorithm/loss.py:decoupled_ppo_loss": "one formula; half of it is its signature and docstring",
-    "tests/distributed/test_actor_parity.py:_compare_steps": "runs in ranks of its own, with its imports and set-up",
 }
 MANY_PARAMETERS: dict[str, str] = {
     "megatron_a3po/parallel/triton_logprobs.py:_statistics_kernel": "pointers and sizes of a kernel",
