@@ -7,7 +7,7 @@ export VENV
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint test format clean
+.PHONY: help setup quickstart lint test parity format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,9 @@ lint: setup ## formatting, ruff, types and import directions
 
 test: lint ## set-up, lint, then all tests: unit, distributed, e2e; gpu tests skip themselves without a GPU
 	$(bin)/pytest
+
+parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
+	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table
 
 format: setup ## rewrite the sources in the project's format
 	$(bin)/ruff format .

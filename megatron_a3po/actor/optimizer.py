@@ -84,7 +84,7 @@ class PolicyOptimizer:
         self.megatron.prepare_grads()
         norm = self.megatron.get_grad_norm()
         worst = torch.tensor(float(norm), dtype=torch.float64, device=torch.cuda.current_device())
-        worst = worst.nan_to_num(math.inf)
+        worst = worst.nan_to_num(math.inf, posinf=math.inf)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return float(worst)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.config import Architecture, RunConfig, estimate_memory, memory_table
-from megatron_a3po.config.estimate import logits_bytes
+from megatron_a3po.config.estimate import logits_bytes, readable_bytes, readable_count
 
 _AXES = (("tensor", "TP"), ("pipeline", "PP"), ("virtual_pipeline", "VPP"), ("context", "CP"), ("expert", "EP"))
 
@@ -14,16 +14,17 @@ def startup_summary(
 ) -> Iterator[str]:
     """Lines for people. `num_parameters`: on this rank, as counted in the model."""
     yield f"layout: {world_size} ranks = {' x '.join(_layout(config, world_size))}"
-    yield f"model: {architecture.name}, {architecture.num_parameters / 1e6:,.1f} million parameters, " + (
-        f"{num_parameters / 1e6:,.1f} million on this rank; {_precision(config)}"
+    parameters = (
+        f"{readable_count(architecture.num_parameters)} parameters, {readable_count(num_parameters)} on this rank"
     )
+    yield f"model: {architecture.name}, {parameters}; {_precision(config)}"
     estimate = estimate_memory(config, architecture, world_size)
     yield from memory_table(estimate)
-    gibibytes = logits_bytes(config, architecture) / 2**30
+    size = readable_bytes(logits_bytes(config, architecture))
     why = "large for a rank" if estimate.output_layer == "fused" else "small enough to keep"
     if config.actor.output_layer != "auto":
         why = "but the configuration decides"
-    logits = f"a microbatch's logits and their gradient: {gibibytes:,.2f} GiB, {why}"
+    logits = f"a microbatch's logits and their gradient: {size}, {why}"
     yield f"output layer: {estimate.output_layer} ({logits})"
     yield from fusions.lines()
     yield f"communication: {_overlap(config)}"

@@ -42,6 +42,14 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
             "remove this key",
             ("device",),
         )
+    elif config.precision == "fp32" and config.optimizer.offload:
+        yield Mistake(
+            "optimizer.offload",
+            True,
+            "Megatron offloads the float32 masters of bf16 weights, and cannot offload weights that are float32",
+            "use `precision: bf16`, or remove this key",
+            ("precision",),
+        )
 
 
 def _servers(config: RunConfig) -> Iterator[Mistake]:

@@ -111,7 +111,7 @@ def choose_output_layer(config: RunConfig, architecture: Architecture) -> Litera
 def memory_table(estimate: MemoryEstimate) -> list[str]:
     """The estimate for people, one line for each use of memory."""
     notes = {
-        "weights": f"{estimate.parameters_per_rank / 1e6:,.1f} million parameters",
+        "weights": f"{readable_count(estimate.parameters_per_rank)} parameters",
         "gradients": "float32",
         "optimizer": "offloaded" if estimate.optimizer == 0 else "this rank's shard",
         "activations": f"{estimate.microbatches_in_flight:.3g} microbatches in flight",
@@ -123,7 +123,7 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
     for name, note in notes.items():
         size = getattr(estimate, name)
         if name != "host" or size:
-            lines.append(f"  {name:<12}{_readable(size):>12}  {note}".rstrip())
+            lines.append(f"  {name:<12}{readable_bytes(size):>12}  {note}".rstrip())
     return lines
 
 
@@ -222,5 +222,12 @@ def _chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
     return warm_up + 1
 
 
-def _readable(size: int) -> str:
+def readable_count(number: int) -> str:
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:,}"
+
+
+def readable_bytes(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

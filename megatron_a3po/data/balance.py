@@ -70,15 +70,13 @@ def assign_microbatches(
 
     Every rank gets the same number of microbatches, a multiple of `multiple_of`, and none has more than `max_tokens`
     of `lengths`. A longer sequence is an error, or has a microbatch to itself. If there are fewer sequences than
-    microbatches, those at the end of the ranks' lists are empty. Raises DataError also for fewer sequences than ranks.
+    microbatches, some are empty.
     """
-    if len(lengths) < num_ranks:
-        raise DataError(f"{len(lengths)} sequences cannot feed {num_ranks} data-parallel ranks; raise the batch size")
     if oversized == "error" and max(lengths) > max_tokens:
         raise DataError(
-            f"a sequence of {max(lengths)} tokens does not fit actor.microbatch_tokens = {max_tokens}; raise it to "
-            "the longest prompt plus rollout.max_new_tokens, lower rollout.max_new_tokens, or set "
-            "actor.oversized = alone to give such a sequence a microbatch to itself"
+            f"a sequence of {max(lengths)} tokens does not fit a microbatch of {max_tokens}; raise "
+            "actor.microbatch_tokens (times parallel.context) to the longest prompt plus rollout.max_new_tokens, lower "
+            "rollout.max_new_tokens, or set actor.oversized = alone to give such a sequence a microbatch to itself"
         )
     # One that is too long counts as exactly full, so nothing joins it.
     sequences = _Sequences([min(length, max_tokens) for length in lengths], costs, max_tokens)

@@ -211,7 +211,7 @@ def test_the_table_names_every_use_and_its_sum() -> None:
         *("weights", "gradients", "optimizer", "activations", "logits", "total"),
     ]
     assert lines[0] == "memory of a rank of pipeline stage 0, the fullest (estimate)"
-    assert lines[1] == "  weights         3.81 GiB  2,047.8 million parameters"
+    assert lines[1] == "  weights         3.81 GiB  2.0 billion parameters"
     assert lines[-1] == "  total          53.19 GiB"
     offloaded = memory_table(estimate(QWEN3_8B, 1, "optimizer.offload=true"))
     assert offloaded[-1].split() == ["host", "91.54", "GiB", "host", "memory"]

@@ -276,6 +276,10 @@ def test_layouts_that_fill_the_ranks_are_accepted(world_size: int) -> None:
         ),
         (["device=cpu", "optimizer.offload=true"], "optimizer.offload = True: with `device: cpu` the optimizer's"),
         (
+            ["precision=fp32", "optimizer.offload=true"],
+            "optimizer.offload = True: Megatron offloads the float32 masters",
+        ),
+        (
             ["proximal=reuse_target", "actor.minibatches=2"],
             "proximal = 'reuse_target': stands for the policy before the step in the first of 2 optimizer steps on a "
             "batch only, and nothing would bound the others; use `recompute` or `loglinear`, or",
