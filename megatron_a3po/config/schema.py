@@ -136,6 +136,7 @@ class OptimizerConfig(_Section):
     adam_beta2: Beta = 0.98
     adam_eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Decoupled (AdamW); biases and norms have none."""
     clip_grad_norm: PositiveFloat = 1.0
     max_skipped_steps: Annotated[int, Field(ge=0)] = 3
     """Optimizer steps in a row that may be skipped because their gradient is not finite; one more stops the run."""

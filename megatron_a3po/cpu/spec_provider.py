@@ -1,20 +1,21 @@
 """The CPU modules behind Megatron's `BackendSpecProvider`, in the place of its Transformer Engine provider."""
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
 from megatron_a3po.cpu.attention import CpuDotProductAttention
+from megatron_a3po.cpu.experts import CpuColumnParallelGroupedLinear, CpuRowParallelGroupedLinear
 from megatron_a3po.cpu.modules import (
     CpuColumnParallelLinear,
     CpuLayerNormColumnParallelLinear,
     CpuLinear,
     CpuNorm,
 )
-from megatron_a3po.errors import ConfigError
 
 # How the weights of each class lie over the tensor-parallel ranks, in megatron-bridge's words.
 PARALLELISM_OF_MODULES: dict[type, str] = {
@@ -22,6 +23,9 @@ PARALLELISM_OF_MODULES: dict[type, str] = {
     CpuLinear: "replicated",
     CpuColumnParallelLinear: "column",
     CpuLayerNormColumnParallelLinear: "column",
+    CpuColumnParallelGroupedLinear: "column",
+    CpuRowParallelGroupedLinear: "row",
+    CpuDotProductAttention: "column",  # its sinks
 }
 
 
@@ -49,15 +53,13 @@ class CpuSpecProvider(BackendSpecProvider):
     def core_attention(self) -> type:
         return CpuDotProductAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Callable[..., NoReturn]:
-        return _no_experts  # not an error yet: megatron-bridge makes specs of such layers already at import
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> partial[TEGroupedMLP]:
+        # Also where separate modules are asked for: both have the same checkpoint keys, and nothing is slower here.
+        submodules = GroupedMLPSubmodules(CpuColumnParallelGroupedLinear, CpuRowParallelGroupedLinear)
+        return partial(TEGroupedMLP, submodules=submodules)
 
     def activation_func(self) -> None:
         return None
-
-
-def _no_experts(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ConfigError("device: cpu has no mixture-of-experts layers; use a dense model, or device: cuda")
 
 
 def install() -> None:
@@ -75,3 +77,5 @@ def install() -> None:
     replace("models.gpt.gpt_layer_specs", TESpecProvider=CpuSpecProvider, TENorm=CpuNorm)
     replace("models.gpt.moe_module_specs", TESpecProvider=CpuSpecProvider)
     replace("transformer.transformer_block", LayerNormImpl=CpuNorm)
+    # Multi-latent attention accepts no other class for its down projections than the one that it knows by this name.
+    replace("transformer.multi_latent_attention", TELinear=CpuLinear)

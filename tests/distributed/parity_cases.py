@@ -26,6 +26,7 @@ _EXPERT_LAYOUTS: list[dict[str, Any]] = [
     {"tensor": 2, "expert": 4},
     {"pipeline": 2, "expert": 2},
     {"context": 2, "expert": 2},
+    {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
 ]
 _TP2_PP2 = {"tensor": 2, "pipeline": 2}
 _TP2_CP2 = {"tensor": 2, "context": 2}
@@ -38,8 +39,8 @@ FAMILIES = [
     for layout in ({}, _TP2_PP2, _TP2_CP2, {"pipeline": 2, "virtual_pipeline": 2})
 ] + [
     Case(family=family, parallel=layout)
-    for family in ("glm4_moe", "deepseek_v3")
-    for layout in ({"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 2})
+    for family in ("glm4_moe", "deepseek_v3", "gpt_oss")
+    for layout in ({"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 2}, _TP2_PP2)
 ]
 OPTIONS = [
     Case(parallel=_TP2_PP2, settings={"actor": {"activation_recompute": "selective"}}),
@@ -68,6 +69,7 @@ OPTIONS = [
             "actor": {"output_layer": "fused"},
         },
     ),
+    Case(parallel=_TP2_PP2, settings={"algorithm": {"compare_with_recompute": True}}),
     Case(parallel={}, settings={"optimizer": {"weight_decay": 0.1}}),
 ]
 
@@ -82,5 +84,7 @@ REPRESENTATIVE = [
     Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
     Case(family="qwen3_moe", parallel={"context": 2, "expert": 2}),
     Case(family="glm4_moe", parallel={"pipeline": 2, "expert": 2}),
+    Case(family="deepseek_v3", parallel={"tensor": 2, "expert": 2}),
+    Case(family="gpt_oss", parallel={"tensor": 2, "expert": 2}),
     *OPTIONS,
 ]

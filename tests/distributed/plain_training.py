@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 from megatron_a3po.config import RunConfig
 from megatron_a3po.types import FinishReason, Trajectory
 
+METRICS = ("loss", "entropy", "kl_to_reference", "proximal_error")
+"""What `PlainTrainer` computes of the actor's metrics, beside the norm of the gradient."""
+
 
 def random_batch(
     seed: int, version: int, model: Any, *, vocab_size: int, num_groups: int = 8, longest: int = 14
@@ -56,12 +59,16 @@ class PlainTrainer:
         self.start = copy.deepcopy(model).requires_grad_(False)
         self.config = config
         settings = config.optimizer
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
             lr=settings.learning_rate,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
         )
 
     @classmethod
@@ -71,7 +78,7 @@ class PlainTrainer:
 
     def train_step(self, batch: Sequence[Trajectory], advantages: Tensor, version: int) -> dict[str, float]:
         """Metrics by the actor's names. The gradient of the last minibatch stays in the model, as it was unclipped."""
-        totals = {"loss": 0.0, "entropy": 0.0, "kl_to_reference": 0.0}
+        totals = dict.fromkeys(METRICS, 0.0)
         tokens, norms = 0, []
         with torch.no_grad():
             before = [response_logprobs(item.token_ids, item.prompt_length, self.model)[0] for item in batch]
@@ -116,6 +123,7 @@ class PlainTrainer:
             "loss": -(w * torch.minimum(r * advantage, r.clamp(low, high) * advantage)).sum(),
             "entropy": entropy.sum(),
             "kl_to_reference": (log_rho.exp() - 1 - log_rho).sum() if algorithm.kl_coefficient else torch.zeros(()),
+            "proximal_error": (p - before).abs().sum() if algorithm.compare_with_recompute else torch.zeros(()),
         }
 
     def _step(self) -> float:

@@ -26,13 +26,21 @@ from megatron_a3po.cpu.modules import CpuNorm  # noqa: E402
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
-def _naive_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One sequence, [tokens, heads, dim], as the formula says."""
+def _naive_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None = None, sink: Tensor | None = None
+) -> Tensor:
+    """One sequence, [tokens, heads, dim], as the formula says; the queries are its last tokens."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[-1])
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), value)
+    places = torch.arange(len(key))
+    before = places[-len(query) :, None] - places if len(query) else places[None, :0]
+    hidden = (before < 0) | (before > (len(key) if window is None else window))
+    exponentials = scores.masked_fill(hidden, -math.inf).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", exponentials / total, value)
 
 
 def _random_qkv(tokens: int, kv_heads: int = KV_HEADS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -43,29 +51,44 @@ def _random_qkv(tokens: int, kv_heads: int = KV_HEADS, dtype: torch.dtype = torc
     ]
 
 
+def _spans(lengths: list[int]) -> Tensor:
+    return torch.stack([torch.tensor([0, *lengths[:-1]]).cumsum(0), torch.tensor(lengths)], 1)
+
+
 def _packed_attention(packed: list[Tensor], lengths: list[int]) -> Tensor:
     query, key, value = packed
-    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    return packed_causal_attention(query, key, value, starts, torch.tensor(lengths))
+    return packed_causal_attention(query, key, value, _spans(lengths), _spans(lengths))
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+@pytest.mark.parametrize("window", [None, 0, 5])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("queries", ["all", "last"])
 @pytest.mark.parametrize("lengths", [[1], [5, 3, 1, 8, 2], [100, 1, 0, 37, 64, 65, 3]])
 def test_packed_attention_and_its_gradients_equal_the_formula_for_each_sequence(
-    lengths: list[int], kv_heads: int
+    lengths: list[int], queries: str, with_sink: bool, window: int | None, kv_heads: int
 ) -> None:
+    query_lengths = lengths if queries == "all" else [(length + 2) // 3 for length in lengths]
     packed = _random_qkv(sum(lengths), kv_heads)
-    output = _packed_attention(packed, lengths)
-    reference = [x.detach().double().requires_grad_() for x in packed]
-    parts = zip(*(x.split(lengths) for x in reference), strict=True)
-    expected = torch.cat([_naive_causal_attention(*part) for part in parts])
+    packed[0] = packed[0].detach()[: sum(query_lengths)].requires_grad_()
+    sink = torch.linspace(-1, 2, HEADS, requires_grad=True) if with_sink else None
+    inputs = [*packed, sink] if sink is not None else packed
+    output = packed_causal_attention(
+        packed[0], packed[1], packed[2], _spans(query_lengths), _spans(lengths), window=window, sink=sink
+    )
+
+    reference = [x.detach().double().requires_grad_() for x in inputs]
+    split = (reference[0].split(query_lengths), reference[1].split(lengths), reference[2].split(lengths))
+    exact_sink = reference[3] if with_sink else None
+    parts = [_naive_causal_attention(*part, window=window, sink=exact_sink) for part in zip(*split, strict=True)]
+    expected = torch.cat(parts)
     torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-5)
 
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-    gradients = torch.autograd.grad(output, packed, direction)
+    gradients = torch.autograd.grad(output, inputs, direction)
     expected_gradients = torch.autograd.grad(expected, reference, direction.double())
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(gradient.double(), expected_gradient, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(gradient.double(), expected_gradient, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
@@ -90,10 +113,19 @@ def test_garbage_in_one_sequence_leaves_the_others_bit_identical(garbage: float)
         assert torch.equal(clean_result, spoiled_result)
 
 
-def _attention(**config: Any) -> CpuDotProductAttention:
-    defaults = {"attention_dropout": 0.0, "context_parallel_size": 1, "softmax_type": "vanilla", "window_size": None}
+def _attention(layer_number: int = 1, **config: Any) -> CpuDotProductAttention:
+    defaults = {
+        "attention_dropout": 0.0,
+        "context_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "num_attention_heads": HEADS,
+        "params_dtype": torch.float32,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "window_attn_skip_freq": None,
+    }
     merged: Any = SimpleNamespace(**defaults | config)
-    return CpuDotProductAttention(merged, 1, AttnMaskType.causal, "self")
+    return CpuDotProductAttention(merged, layer_number, AttnMaskType.causal, "self")
 
 
 def test_tokens_between_padded_sequences_give_zeros_and_are_never_attended_to() -> None:
@@ -115,11 +147,25 @@ def test_unpacked_attention_equals_the_formula_for_each_batch_entry() -> None:
     torch.testing.assert_close(output, torch.stack(expected, 1), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("context_parallel_size", 2), ("attention_dropout", 0.1), ("window_size", (128, 0))]
-)
+def test_layers_alternate_between_a_sliding_window_and_the_whole_sequence() -> None:
+    query, key, value = (x[:, None] for x in _random_qkv(20))
+    for layer_number, window in ((1, 6), (2, None), (3, 6)):
+        attention = _attention(layer_number, window_size=(6, 0), window_attn_skip_freq=2)
+        expected = _naive_causal_attention(query[:, 0], key[:, 0], value[:, 0], window).flatten(1)
+        torch.testing.assert_close(attention(query, key, value, None)[:, 0], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_learnable_sinks_are_a_parameter_sharded_by_heads() -> None:
+    sinks = _attention(softmax_type="learnable", tensor_model_parallel_size=2).softmax_offset
+    assert isinstance(sinks, torch.nn.Parameter)
+    assert sinks.shape == (HEADS // 2,)
+    assert getattr(sinks, "tensor_model_parallel", False)
+    assert not list(_attention().parameters())
+
+
+@pytest.mark.parametrize(("name", "value"), [("softmax_type", "off-by-one"), ("attention_dropout", 0.1)])
 def test_attention_that_the_cpu_does_not_have_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=.?{str(value)[1:-1]}"):
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
         _attention(**{name: value})
 
 
