@@ -37,7 +37,9 @@ class Case:
         for section, values in self.settings.items():
             named = values.items() if isinstance(values, dict) else [(None, values)]
             more += [f"{section}.{key} {value}" if key else f"{section} {value}" for key, value in named]
-        return f"{self.family} {layout}{f' DP{data}' if data > 1 else ''}".strip() + "".join(f" | {x}" for x in more)
+        if data > 1:
+            layout = f"{layout} DP{data}".strip()
+        return " | ".join([f"{self.family} {layout}", *more])
 
 
 _SHORT = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP"}
