@@ -10,7 +10,7 @@ bin := $(VENV)/bin
 .PHONY: help setup quickstart lint test parity format clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 setup: ## make the Python environment, or bring it up to date
 	@bash tools/setup_environment.sh $(DEVICE)
@@ -29,6 +29,10 @@ test: lint ## set-up, lint, then all tests: unit, distributed, e2e; gpu tests sk
 
 parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table
+
+test-gpu: ## the tests that need NVIDIA GPUs, in the GPU environment; those for more GPUs than are here skip themselves
+	@bash tools/setup_environment.sh gpu
+	$(bin)/pytest tests/gpu -m "gpu or multi_gpu"
 
 format: setup ## rewrite the sources in the project's format
 	$(bin)/ruff format .

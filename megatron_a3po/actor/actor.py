@@ -133,7 +133,7 @@ class PolicyActor:
 
         def difference(logprobs: Tensor, _entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
             apart = (logprobs - microbatch.behaviour_logprobs).abs()
-            largest = torch.where(microbatch.loss_mask, apart.nan_to_num(math.inf), 0.0).amax()
+            largest = torch.where(microbatch.loss_mask, apart.nan_to_num(math.inf, posinf=math.inf), 0.0).amax()
             return logprobs.sum(), largest.double()[None]
 
         reports = self._run(microbatches, difference, forward_only=True)

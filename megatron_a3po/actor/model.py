@@ -54,7 +54,7 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
     chunks = provider.provide_distributed_model(
         ddp_config=_ddp_config(config),
         wrap_with_ddp=True,
-        use_cpu_initialization=True,
+        use_cpu_initialization=config.device == "cpu",
         pg_collection=groups,
         **({"mixed_precision_wrapper": None} if config.precision == "fp32" else {}),
     )
@@ -123,7 +123,9 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
         "should_pad_vocab": True,
         # On one rank megatron-bridge loads the vocabulary as it is, and refuses a padded one.
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE if parallel.tensor > 1 else 1,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": config.device == "cpu",
+        # Every weight is loaded right after.
+        "perform_initialization": False,
         "gradient_accumulation_fusion": fusions.gradient_accumulation,
         # RL compares log-probs with a server's: no kernel that computes the cross entropy in bf16.
         "cross_entropy_loss_fusion": False,

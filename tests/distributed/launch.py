@@ -13,7 +13,6 @@ from megatron_a3po.runtime.processes import free_port
 ROOT = Path(__file__).resolve().parents[2]
 
 RANK_ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "MASTER_ADDR": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
@@ -22,11 +21,18 @@ RANK_ENVIRONMENT = {
 }
 
 
-def run_ranks(function: Callable[..., None], world_size: int, *arguments: str, timeout_seconds: float = 120.0) -> str:
+def run_ranks(
+    function: Callable[..., None],
+    world_size: int,
+    *arguments: str,
+    timeout_seconds: float = 120.0,
+    with_gpus: bool = False,
+) -> str:
     """Call `function(*arguments)` in `world_size` fresh Python processes; return what rank 0 printed.
 
     The processes find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, as under
-    torchrun. The function must live at the top level of its module, which must be importable by path.
+    torchrun. They see no GPU unless `with_gpus`. The function must live at the top level of its module, which must be
+    importable by path.
 
     Raises:
         AssertionError: a rank failed or the deadline passed. The message has the output of the ranks that failed
@@ -35,6 +41,8 @@ def run_ranks(function: Callable[..., None], world_size: int, *arguments: str, t
     module = sys.modules[function.__module__].__file__
     command = [sys.executable, __file__, str(module), function.__name__, *arguments]
     environment = os.environ | RANK_ENVIRONMENT | {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port())}
+    if not with_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles all of Megatron again
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         logs = [Path(directory) / f"rank{rank}.log" for rank in range(world_size)]

@@ -1,0 +1,82 @@
+"""The learning rate of every optimizer step against a closed form."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_a3po import cpu
+from megatron_a3po.config import OptimizerConfig
+
+cpu.install()
+
+from megatron_a3po.actor.optimizer import build_schedule  # noqa: E402
+
+PEAK, LOWEST = 3e-6, 2e-7
+
+
+def settings(schedule: str, warmup_steps: int, lowest: float = LOWEST) -> OptimizerConfig:
+    values = {"learning_rate": PEAK, "schedule": schedule, "warmup_steps": warmup_steps, "weight_decay": 0.1}
+    return OptimizerConfig.model_validate(values | {"min_learning_rate": lowest})
+
+
+def learning_rates(config: OptimizerConfig, num_steps: int) -> list[float]:
+    """Of each optimizer step, as the parameter groups have it: the schedule moves before the step."""
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": None}, {"lr": None}])
+    schedule = build_schedule(optimizer, config, num_steps)
+    rates = []
+    for _ in range(num_steps):
+        schedule.step(1)
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert first == second == schedule.get_lr({})
+        assert optimizer.param_groups[0]["weight_decay"] == config.weight_decay
+        rates.append(first)
+    return rates
+
+
+def closed_form(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """`step` counts from 1."""
+    warmup, peak, lowest = config.warmup_steps, config.learning_rate, config.min_learning_rate
+    if step <= warmup:
+        return peak * step / warmup
+    gone = (step - warmup) / (num_steps - warmup)
+    left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[config.schedule]
+    return lowest + left * (peak - lowest)
+
+
+@pytest.mark.parametrize("num_steps", [8, 60])
+@pytest.mark.parametrize("warmup_steps", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("schedule", "lowest"),
+    [("constant", 0.0), ("linear", 0.0), ("linear", LOWEST), ("cosine", 0.0), ("cosine", LOWEST)],
+)
+def test_every_step_has_the_rate_of_the_closed_form(
+    schedule: str, lowest: float, warmup_steps: int, num_steps: int
+) -> None:
+    config = settings(schedule, warmup_steps, lowest)
+    expected = [closed_form(config, step, num_steps) for step in range(1, num_steps + 1)]
+    assert learning_rates(config, num_steps) == pytest.approx(expected, rel=1e-12, abs=1e-20)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_last_step_has_exactly_the_lowest_rate_and_none_lies_below(schedule: str, warmup_steps: int) -> None:
+    rates = learning_rates(settings(schedule, warmup_steps), 60)
+    assert rates[-1] == LOWEST
+    falling = rates[max(warmup_steps - 1, 0) :]
+    assert falling == sorted(falling, reverse=True) and min(falling) == LOWEST
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_warm_up_starts_with_a_rate_above_zero_and_reaches_the_highest(schedule: str) -> None:
+    lowest = 0.0 if schedule == "constant" else LOWEST
+    rates = learning_rates(settings(schedule, 5, lowest), 60)
+    assert rates[0] == pytest.approx(PEAK / 5, rel=1e-12)
+    assert rates[4] == PEAK == max(rates)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_warm_up_as_long_as_the_run_ends_at_the_highest_rate(schedule: str) -> None:
+    rates = learning_rates(settings(schedule, 6, 0.0), 6)
+    assert rates == pytest.approx([PEAK * step / 6 for step in range(1, 7)], rel=1e-12)
