@@ -67,6 +67,23 @@ def run_ranks(
         return logs[0].read_text(errors="replace")
 
 
+def end_model_parallel() -> None:
+    """End all of Megatron's process groups, so that this process can build a model in another layout.
+
+    Megatron itself only forgets them: their threads, some twenty for each group, would go on polling.
+    """
+    import gc
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
     """Wait for all ranks; a description of what went wrong, empty if nothing did."""
     while True:

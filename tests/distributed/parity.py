@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import end_model_parallel, run_ranks
 
 LEARNING_RATE = 2e-4
 ADAM_EPSILON = 1e-3
@@ -115,7 +115,6 @@ def _compare(case: Case, folder: Path) -> Difference | None:
     """On rank 0, which alone trains the plain model."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from megatron_a3po.actor import build_actor
     from megatron_a3po.parallel.broadcast import broadcast_trajectories
@@ -142,7 +141,7 @@ def _compare(case: Case, folder: Path) -> Difference | None:
         advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(number))
         version = actor.version
         metrics = actor.train_step(trajectories, advantages)
-        weights = _exported(actor)
+        weights = exported(actor)
         if plain is not None:
             expected = plain.train_step(trajectories, advantages, version)
             assert metrics["clipped_share"] > 0 or config.proximal == "recompute", "the batch should reach the clipping"
@@ -154,7 +153,7 @@ def _compare(case: Case, folder: Path) -> Difference | None:
                     "weights": _largest(weights, checkpoint_tensors(plain.model)),
                 }
             )
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     if not found:
         return None
     return Difference(
@@ -170,7 +169,7 @@ def _largest(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(float((ours[name].float() - theirs[name]).abs().max()) for name in names)
 
 
-def _exported(actor: Any) -> dict[str, Any]:
+def exported(actor: Any) -> dict[str, Any]:
     from megatron_a3po.weights.gather import gather_hf_tensors
 
     return dict(gather_hf_tensors(actor.model.chunks, actor.model.bridge, actor.model.vocab_size))
@@ -190,7 +189,7 @@ def reduced_gradients(actor: Any) -> dict[str, Any]:
     kept = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradients = _exported(actor)
+    gradients = exported(actor)
     for parameter, data in zip(parameters, kept, strict=True):
         parameter.data.copy_(data)
     return gradients

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import WORLD_SIZE, Case, configuration, reduced_gradients
 
 pytestmark = pytest.mark.distributed
@@ -106,7 +106,6 @@ def _train(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """One training step of a new actor: the reduced gradients under their Hugging Face names, and the metrics."""
     import torch
-    from megatron.core import parallel_state
 
     from megatron_a3po.actor import build_actor
     from megatron_a3po.runtime.timing import PhaseTimer
@@ -125,5 +124,5 @@ def _train(
     actor.optimizer.step = step_after_reading_gradients  # type: ignore[method-assign]
     advantages = torch.randn(len(trajectories), generator=torch.Generator().manual_seed(0))
     metrics = actor.train_step(trajectories, advantages)
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     return gradients, metrics

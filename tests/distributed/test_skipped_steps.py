@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import WORLD_SIZE, Case, configuration
 
 pytestmark = pytest.mark.distributed
@@ -233,9 +233,7 @@ def _actor(case: Case, folder: Path, *, minibatches: int = 1) -> Any:
 
 
 def _end(actor: Any) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
 
 
 def _spoil_gradient(actor: Any, value: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import Case, configuration, reduced_gradients
 
 NUM_STEPS = 2
@@ -152,9 +152,8 @@ def _end_case() -> None:
     import gc
 
     import torch
-    from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()
+    end_model_parallel()
     if importlib.util.find_spec("transformer_engine") is not None:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
