@@ -26,6 +26,12 @@ _LLAMA3_ROPE = {  # the constants that Megatron has for Llama 3
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_QWEN_YARN = {  # as in its model card, without the constants that Hugging Face has defaults for
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 _DEEPSEEK_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -50,6 +56,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"rope_parameters": _ROPE}),
     "qwen3": ("Qwen3Config", {"rope_parameters": _ROPE}),
     "qwen3_tied": ("Qwen3Config", {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
+    "qwen3_yarn": ("Qwen3Config", {"rope_parameters": _QWEN_YARN}),
     "llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 131072}),
     "qwen3_moe": (
         "Qwen3MoeConfig",

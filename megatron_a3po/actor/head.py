@@ -41,6 +41,9 @@ class PolicyHead:
         # Only loss tokens are worth a row of the vocabulary; at least one, so that no rank skips a collective.
         rows = context.loss_mask.nonzero()[:, 0]
         rows = rows if rows.numel() else rows.new_zeros(1)
+        # The layer is not called, only read: with overlapped parameter gathering its weight may still be on its way.
+        for hook in output_layer._forward_pre_hooks.values():
+            hook(output_layer, ())
         weight = output_layer.weight if output_weight is None else output_weight
         values = linear_logprobs_and_entropy(
             hidden.squeeze(1)[rows], weight, context.labels[rows], self.tp_group, **self._options

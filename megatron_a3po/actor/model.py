@@ -48,6 +48,9 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
         if not hasattr(provider, name):
             raise AttributeError(f"megatron-bridge's {type(provider).__name__} has no setting {name!r}")
         setattr(provider, name, value)
+    for name, value in _YARN_DEFAULTS.items():
+        if getattr(provider, name, value) is None:
+            setattr(provider, name, value)
     provider.finalize()
     provider._pg_collection = groups
 
@@ -127,6 +130,9 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
         # Every weight is loaded right after.
         "perform_initialization": False,
         "gradient_accumulation_fusion": fusions.gradient_accumulation,
+        # The log-probs of a policy are those without dropout.
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
         # RL compares log-probs with a server's: no kernel that computes the cross entropy in bf16.
         "cross_entropy_loss_fusion": False,
         **({} if fusions.transformer_engine else _WITHOUT_TRANSFORMER_ENGINE),
@@ -141,6 +147,9 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
 }
 """What some of megatron-bridge's providers turn on, and Megatron refuses without its kernels."""
 
+
+_YARN_DEFAULTS = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+"""What Hugging Face assumes where a config.json is silent; megatron-bridge leaves it open."""
 
 _EXPERT_SETTINGS: dict[str, Any] = {
     # The objective is the policy's alone: no auxiliary loss, and no drift of the router's bias between two steps.

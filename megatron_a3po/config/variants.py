@@ -15,9 +15,15 @@ _BUILT: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "Glm4MoeForCausalLM": {"n_shared_experts": 1, "tie_word_embeddings": False},
-    "DeepseekV3ForCausalLM": {"attention_bias": False, "tie_word_embeddings": False},
-    "GptOssForCausalLM": {"attention_bias": True, "tie_word_embeddings": False},
+    "Glm4MoeForCausalLM": {"n_shared_experts": 1, "norm_topk_prob": True, "tie_word_embeddings": False},
+    "DeepseekV3ForCausalLM": {
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,  # that of the low-rank norms, whatever the others have
+        "rope_interleave": True,
+        "tie_word_embeddings": False,
+    },
+    "GptOssForCausalLM": {"attention_bias": True, "swiglu_limit": 7.0, "tie_word_embeddings": False},
 }
 """The only value of a field that megatron-bridge 0.6.2 builds and maps; it takes no notice of another one."""
 
@@ -50,6 +56,14 @@ def unbuilt_variants(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]
     rotary = described.get("rope_parameters") or described.get("rope_scaling")
     if isinstance(rotary, dict):
         yield from _rotary(name, rotary)
+    if name == "Glm4MoeForCausalLM":
+        share = described.get("partial_rotary_factor") or (rotary or {}).get("partial_rotary_factor")
+        if share is not None and share != 0.5:
+            yield "partial_rotary_factor", share, "0.5"
+    if name == "DeepseekV3ForCausalLM" and "q_lora_rank" in described and described["q_lora_rank"] is None:
+        yield "q_lora_rank", None, "a low-rank query, which the model does not have,"
+    if described.get("num_experts_per_tok") == 1:
+        yield "num_experts_per_tok", 1, "a router for at least 2"
     yield from _groups_of_experts(described)
     kinds = described.get("layer_types")
     if name == "GptOssForCausalLM" and isinstance(kinds, list):
@@ -62,6 +76,8 @@ def _rotary(name: str, rotary: dict[str, Any]) -> Iterator[tuple[str, Any, str]]
     kind, kinds = rotary.get("rope_type") or rotary.get("type"), _ROTARY.get(name, _ROTARY_OTHERWISE)
     if kind is not None and kind not in kinds:
         yield "rope_type", kind, " or ".join(map(repr, kinds))
+    elif rotary.get("attention_factor") is not None:
+        yield "attention_factor", rotary["attention_factor"], "the one that follows from `factor`"
     elif kind in ("llama3", "yarn"):
         for field, built in _ROTARY_CONSTANTS.get(name, {}).items():
             value = rotary.get(field)

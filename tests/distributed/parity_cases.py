@@ -33,15 +33,19 @@ _TP2_CP2 = {"tensor": 2, "context": 2}
 
 DENSE = [Case(family=family, parallel=layout) for family in ("qwen3_tied", "qwen3") for layout in _DENSE_LAYOUTS]
 EXPERTS = [Case(family="qwen3_moe", parallel=layout) for layout in _EXPERT_LAYOUTS]
-FAMILIES = [
-    Case(family=family, parallel=layout)
-    for family in ("qwen2", "llama3")
-    for layout in ({}, _TP2_PP2, _TP2_CP2, {"pipeline": 2, "virtual_pipeline": 2})
-] + [
-    Case(family=family, parallel=layout)
-    for family in ("glm4_moe", "deepseek_v3", "gpt_oss")
-    for layout in ({"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 2}, _TP2_PP2)
-]
+FAMILIES = (
+    [
+        Case(family=family, parallel=layout)
+        for family in ("qwen2", "llama3")
+        for layout in ({}, _TP2_PP2, _TP2_CP2, {"pipeline": 2, "virtual_pipeline": 2})
+    ]
+    + [Case(family="qwen3_yarn", parallel=_TP2_PP2)]
+    + [
+        Case(family=family, parallel=layout)
+        for family in ("glm4_moe", "deepseek_v3", "gpt_oss")
+        for layout in ({"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 2}, _TP2_PP2)
+    ]
+)
 OPTIONS = [
     Case(parallel=_TP2_PP2, settings={"actor": {"activation_recompute": "selective"}}),
     Case(parallel=_TP2_PP2, settings={"actor": {"activation_recompute": "full"}}),
@@ -52,6 +56,8 @@ OPTIONS = [
     Case(parallel={"pipeline": 2, "virtual_pipeline": 2}, settings={"actor": {"minibatches": 2}}),
     Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}, settings={"actor": {"activation_recompute": "full"}}),
     Case(family="qwen3_moe", parallel={"expert": 2}, settings={"actor": {"minibatches": 2}}),
+    Case(family="qwen3", parallel={}, settings={"actor": {"minibatches": 4, "output_layer": "fused"}}),
+    Case(parallel={"pipeline": 2}, settings={"actor": {"minibatches": 4, "output_layer": "fused"}}),
     Case(parallel=_TP2_CP2, settings={"algorithm": {"ratio_level": "sequence"}}),
     Case(parallel={"context": 4}, settings={"algorithm": {"ratio_level": "sequence"}}),
     Case(
