@@ -49,7 +49,7 @@ def _train(parsed: argparse.Namespace) -> int:
         if parsed.print_config:
             print(to_yaml(config), end="")
             return 0
-        if rank == 0:
+        if rank == 0 and config.resume == "none":
             refuse_used_run_dir(config.run_dir)
         log_file = make_log_folder(config.run_dir) / f"rank{rank}.log"
     except ConfigError as error:

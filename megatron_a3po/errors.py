@@ -25,6 +25,10 @@ class PublishError(A3poError):
     """Weights did not reach a rollout server, or the server does not compute with the weights that were sent."""
 
 
+class CheckpointError(A3poError):
+    """A checkpoint could not be written, or is not what was written."""
+
+
 class TrainingError(A3poError):
     """The training step met numbers that it must not learn from."""
 

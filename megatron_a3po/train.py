@@ -3,6 +3,7 @@
 import torch
 
 from megatron_a3po.actor import build_actor
+from megatron_a3po.actor.checkpoint import CheckpointManager
 from megatron_a3po.algorithm.advantage import Advantages, compute_advantages, overlong_penalty
 from megatron_a3po.config import RunConfig, to_yaml
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
@@ -20,24 +21,22 @@ from megatron_a3po.weights.publisher import WeightPublisher
 def train(config: RunConfig) -> None:
     """Train by A-3PO: sample ahead of the trainer, learn from slightly stale responses, publish after every step.
 
-    Collective over the ranks that torchrun started. Everything that the run leaves is in `config.run_dir`.
+    Collective over the ranks that torchrun started. Everything that the run leaves is in `config.run_dir`; if there is
+    a checkpoint, the run goes on from there.
     """
     info, timer = RankInfo.from_environment(), PhaseTimer()
     if info.rank == 0:
-        claim_run_dir(config.run_dir, to_yaml(config))
-    recorder = RunRecorder(
-        config.run_dir,
-        num_steps=config.num_steps,
-        rank=info.rank,
-        timer=timer,
-        zero_variance_alarm_steps=config.algorithm.zero_variance_alarm_steps,
-    )
+        claim_run_dir(config.run_dir, to_yaml(config), resume=config.resume == "auto")
     waiting = init_distributed(info, config.device, config.actor.collective_timeout_seconds)
+    checkpoints = CheckpointManager(config, waiting, timer)
+    resumed_step = checkpoints.choose()
+    recorder = RunRecorder(config, rank=info.rank, timer=timer, resumed_step=resumed_step)
 
     with RolloutSource(config, rank=info.rank, waiting=waiting, timer=timer) as rollouts:
         recorder.message(f"run folder {config.run_dir}; building {info.world_size} actors")
         actor = build_actor(config, device=torch.device(config.device), timer=timer)
         servers = rollouts.connect(recorder.message)
+        rollouts.restore(checkpoints.load(actor))
 
         def gather() -> list[tuple[str, torch.Tensor]]:
             return gather_hf_tensors(actor.model.chunks, actor.model.bridge, actor.model.vocab_size)
@@ -50,8 +49,8 @@ def train(config: RunConfig) -> None:
                 rollouts.set_version(actor.version)
                 return actor.compare_logprobs(rollouts.sample_fresh())
 
-            recorder.step(0, publish() | {"eval_accuracy": rollouts.evaluate()})
-            for step in range(1, config.num_steps + 1):
+            recorder.start(publish(), rollouts.evaluate() if resumed_step == 0 else None)
+            for step in range(resumed_step + 1, config.num_steps + 1):
                 batch = rollouts.next_batch()
                 advantages = batch_advantages(batch, config)
                 metrics = actor.train_step(batch, advantages.values) | batch_metrics(batch, advantages, step - 1)
@@ -59,6 +58,8 @@ def train(config: RunConfig) -> None:
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
+                if config.checkpoint.is_due(step, config.num_steps):
+                    checkpoints.save(step, actor, rollouts.state())
             save_hf_folder(gather(), config.model, config.run_dir / "model", rank=info.rank)
         recorder.finish(rollouts.ledger_counts())
 

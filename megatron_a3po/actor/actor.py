@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,12 +19,13 @@ from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
 from megatron_a3po.actor.precision import refuse_missing_fp8
 from megatron_a3po.actor.reference import ReferenceWeights
 from megatron_a3po.actor.summary import startup_summary
+from megatron_a3po.actor.training_state import load_training_state, save_training_state
 from megatron_a3po.config import RunConfig, load_architecture
 from megatron_a3po.config.estimate import choose_output_layer
 from megatron_a3po.config.layout_checks import token_multiple
 from megatron_a3po.data.balance import assign_microbatches
 from megatron_a3po.data.packing import pack, split_groups
-from megatron_a3po.errors import PublishError, TrainingError
+from megatron_a3po.errors import PublishError, TrainingError, VersionError
 from megatron_a3po.parallel.reduce import reduce_statistics
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
@@ -80,9 +83,11 @@ class PolicyActor:
     def train_step(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> dict[str, float]:
         """An optimizer step on each minibatch; the version goes up by one. Returns metrics, equal on every rank.
 
-        advantages [trajectories] float32. Raises TrainingError when too many log-probs are not finite, before the
-        weights change, and when too many steps in a row had a gradient that is not finite.
+        advantages [trajectories] float32. Raises TrainingError when an advantage or too many log-probs of a minibatch
+        are not finite, before its step, and when too many steps in a row had a gradient that is not finite;
+        VersionError for a token of a later version than this.
         """
+        self._refuse_broken(trajectories, advantages)
         with self._timer.phase("train"):
             minibatches = self._with_forward_passes(self._minibatches(trajectories, advantages))
             steps: list[StepResult] = []
@@ -103,6 +108,26 @@ class PolicyActor:
             "skipped_steps": sum(not step.updated for step in steps),
             "num_microbatches": sum(map(len, minibatches)),
         }
+
+    def _refuse_broken(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> None:
+        for trajectory, advantage in zip(trajectories, advantages.tolist(), strict=True):
+            if not math.isfinite(advantage):
+                raise TrainingError(
+                    f"the advantage of trajectory {trajectory.prompt_id} is {advantage}; look at the reward function"
+                )
+            if int(trajectory.weight_versions.max()) > self.version:
+                raise VersionError(
+                    f"trajectory {trajectory.prompt_id}: a token of version {int(trajectory.weight_versions.max())}, "
+                    f"but the trainer is at {self.version}"
+                )
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and version into an empty folder that all ranks see."""
+        save_training_state(folder, self.model, self.optimizer, self.version)
+
+    def load(self, folder: Path, *, same_layout: bool) -> None:
+        """Go on from what `save` wrote, in this or another parallel layout."""
+        self.version = load_training_state(folder, self.model, self.optimizer, same_layout=same_layout)
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Largest |trainer's log-prob - server's log-prob| over response tokens, which this version must have sampled.
@@ -174,7 +199,11 @@ class PolicyActor:
         """Add the log-probs, by the weights of before the first step, that the objective needs beside the training."""
         self.objective.proximal_seconds = 0.0
         if self.objective.needs_recomputed_logprobs:
-            with self.objective.counting_proximal_seconds():
+            # Only where it is the proximal policy: a comparison is no cost of the method.
+            counted = (
+                self.objective.counting_proximal_seconds() if self._config.proximal == "recompute" else nullcontext()
+            )
+            with counted:
                 minibatches = self._with_logprobs(minibatches, "recomputed_logprobs")
         if self._reference is not None:
             with self._reference.in_place():

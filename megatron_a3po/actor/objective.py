@@ -32,7 +32,7 @@ Report = tuple[Tensor, Tensor]
 
 
 class Objective:
-    """The loss of one training step. Pure but for the clock: all state is in the arguments."""
+    """The loss of one training step, by the configuration. Its only state is a clock."""
 
     def __init__(self, config: RunConfig, context_group: dist.ProcessGroup | None = None) -> None:
         """`context_group`: the ranks that share the tokens of each sequence; None: this rank has whole sequences."""
@@ -88,10 +88,18 @@ class Objective:
         return loss_sum, (torch.cat([output.sums, sums]), output.maxima)
 
     def metrics(self, sums: list[float], maxima: list[float]) -> dict[str, float]:
-        """Readable metrics from the reports' totals over microbatches and ranks."""
+        """Readable metrics from the reports' totals over microbatches and ranks; what was not computed is left out."""
         metrics = summarize(sums[: len(SUMS)], maxima)
         tokens = max(metrics["loss_tokens"], 1.0)
-        return metrics | {name: value / tokens for name, value in zip(_MORE_SUMS, sums[len(SUMS) :], strict=True)}
+        more = {name: value / tokens for name, value in zip(_MORE_SUMS, sums[len(SUMS) :], strict=True)}
+        return metrics | {name: value for name, value in more.items() if self._computes(name)}
+
+    def _computes(self, name: str) -> bool:
+        if name == "behaviour_weight_mean":
+            return self._config.proximal in ("loglinear", "linear")
+        if name == "kl_to_reference":
+            return self._algorithm.kl_coefficient > 0
+        return name == "entropy" or self.needs_recomputed_logprobs
 
     @contextmanager
     def counting_proximal_seconds(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ class PolicyOptimizer:
     def step(self) -> StepResult:
         """Clip and step, or skip a gradient that is not finite; the schedule moves on in either case. Collective.
 
-        Raises TrainingError after `max_skipped_steps` skipped steps in a row.
+        Raises TrainingError at one more than `max_skipped_steps` skipped steps in a row.
         """
         learning_rate = self._next_learning_rate()
         gradient_norm = self._gradient_norm()
@@ -74,13 +74,14 @@ class PolicyOptimizer:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
     def _next_learning_rate(self) -> float:
-        # Before the step and not after it: the first step of a warm-up has a learning rate, the last one the lowest.
+        # Before the step and not after it: else the first step of a warm-up would change nothing.
         self.schedule.step(1)
         return self.schedule.get_lr({})
 
     def _gradient_norm(self) -> float:
         """Of all parameters, the same on every rank: the largest that any rank has seen, or not finite if one is."""
-        # Megatron itself clips and steps with whatever it finds: a norm of NaN would make every weight NaN.
+        # Megatron itself clips and steps with whatever it finds: a norm of NaN would make every weight NaN. Its step
+        # computes the norm once more, which is one pass over the gradients.
         self.megatron.prepare_grads()
         norm = self.megatron.get_grad_norm()
         worst = torch.tensor(float(norm), dtype=torch.float64, device=torch.cuda.current_device())
@@ -90,14 +91,17 @@ class PolicyOptimizer:
 
 
 def build_schedule(optimizer: Any, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Linear from 0 to `learning_rate` over the warm-up, then down to `min_learning_rate` at step `num_steps`."""
+    """Linear from 0 to `learning_rate` over the warm-up, then down to `min_learning_rate` at step `num_steps` + 1.
+
+    Not earlier: with a minimum of zero, the last step would be made and change nothing.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if config.warmup_steps else config.learning_rate,
         max_lr=config.learning_rate,
         min_lr=config.min_learning_rate,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(num_steps, config.warmup_steps + 1),
+        lr_decay_steps=max(num_steps, config.warmup_steps) + 1,
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

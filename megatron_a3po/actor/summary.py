@@ -4,43 +4,42 @@ from collections.abc import Iterator
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.config import Architecture, RunConfig, estimate_memory, memory_table
-from megatron_a3po.config.estimate import logits_bytes, readable_bytes, readable_count
+from megatron_a3po.config.estimate import choose_output_layer, logits_bytes, readable_bytes, readable_count
 
-_AXES = (("tensor", "TP"), ("pipeline", "PP"), ("virtual_pipeline", "VPP"), ("context", "CP"), ("expert", "EP"))
+_FACTORS = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"))
 
 
 def startup_summary(
     config: RunConfig, architecture: Architecture, fusions: Fusions, *, world_size: int, num_parameters: int
 ) -> Iterator[str]:
     """Lines for people. `num_parameters`: on this rank, as counted in the model."""
-    yield f"layout: {world_size} ranks = {' x '.join(_layout(config, world_size))}"
-    parameters = (
-        f"{readable_count(architecture.num_parameters)} parameters, {readable_count(num_parameters)} on this rank"
-    )
-    yield f"model: {architecture.name}, {parameters}; {_precision(config)}"
-    estimate = estimate_memory(config, architecture, world_size)
-    yield from memory_table(estimate)
-    size = readable_bytes(logits_bytes(config, architecture))
-    why = "large for a rank" if estimate.output_layer == "fused" else "small enough to keep"
-    if config.actor.output_layer != "auto":
-        why = "but the configuration decides"
-    logits = f"a microbatch's logits and their gradient: {size}, {why}"
-    yield f"output layer: {estimate.output_layer} ({logits})"
+    yield f"layout: {_layout(config, world_size)}"
+    counts = f"{readable_count(architecture.num_parameters)} parameters, {readable_count(num_parameters)} on rank 0"
+    yield f"model: {architecture.name}, {counts}; {_precision(config)}"
+    yield from memory_table(estimate_memory(config, architecture, world_size))
+    yield f"output layer: {_output_layer(config, architecture)}"
     yield from fusions.lines()
-    yield f"communication: {_overlap(config)}"
+    yield f"communication: {_overlap(config, world_size)}"
 
 
-def _layout(config: RunConfig, world_size: int) -> Iterator[str]:
+def _layout(config: RunConfig, world_size: int) -> str:
     parallel = config.parallel
-    for axis, short in _AXES:
-        size = getattr(parallel, axis)
-        if size > 1 and axis not in ("virtual_pipeline", "expert"):
-            yield f"{short}{size}" + (" (with sequence parallelism)" if axis == "tensor" else "")
-    yield f"DP{world_size // (parallel.tensor * parallel.pipeline * parallel.context)}"
+    factors = [f"{short}{getattr(parallel, axis)}" for axis, short in _FACTORS if getattr(parallel, axis) > 1]
+    factors.append(f"DP{_data_ranks(config, world_size)}")
+    more = []
+    if parallel.tensor > 1:
+        more.append("sequence parallel")
     if parallel.virtual_pipeline > 1:
-        yield f"{parallel.virtual_pipeline} chunks per stage"
+        more.append(f"{parallel.virtual_pipeline} interleaved chunks per pipeline stage")
     if parallel.expert > 1:
-        yield f"experts over {parallel.expert} of them"
+        more.append(f"experts divided among {parallel.expert} ranks of a stage")
+    ranks = f"{world_size} rank{'s' * (world_size > 1)} = {' x '.join(factors)}"
+    return "; ".join([ranks, *more])
+
+
+def _data_ranks(config: RunConfig, world_size: int) -> int:
+    parallel = config.parallel
+    return world_size // (parallel.tensor * parallel.pipeline * parallel.context)
 
 
 def _precision(config: RunConfig) -> str:
@@ -49,7 +48,16 @@ def _precision(config: RunConfig) -> str:
     return f"fp8 {config.fp8.recipe}, weights in {'fp8' if config.fp8.parameters else 'bf16'}"
 
 
-def _overlap(config: RunConfig) -> str:
+def _output_layer(config: RunConfig, architecture: Architecture) -> str:
+    chosen = choose_output_layer(config, architecture)
+    size = readable_bytes(logits_bytes(config, architecture))
+    why = f"a microbatch's logits and their gradient would take {size}"
+    return f"{chosen} ({why}{'' if config.actor.output_layer == 'auto' else '; the configuration asks for it'})"
+
+
+def _overlap(config: RunConfig, world_size: int) -> str:
+    if _data_ranks(config, world_size) * config.parallel.context == 1:
+        return "no data-parallel or context-parallel ranks, so nothing to reduce or gather"
     if not config.parallel.overlap:
         return "not overlapped (parallel.overlap is false)"
     if config.actor.minibatches == 1:

@@ -7,6 +7,7 @@ from megatron_a3po.config.loading import known_keys, load_architecture, load_con
 from megatron_a3po.config.schema import (
     ActorConfig,
     AlgorithmConfig,
+    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     Fp8Config,
@@ -21,6 +22,7 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "Architecture",
+    "CheckpointConfig",
     "DataConfig",
     "EvaluationConfig",
     "Fp8Config",

@@ -114,8 +114,8 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
         "weights": f"{readable_count(estimate.parameters_per_rank)} parameters",
         "gradients": "float32",
         "optimizer": "offloaded" if estimate.optimizer == 0 else "this rank's shard",
-        "activations": f"{estimate.microbatches_in_flight:.3g} microbatches in flight",
-        "logits": f"output layer {estimate.output_layer}" if estimate.logits else "on the last stage only",
+        "activations": f"microbatches in flight: {estimate.microbatches_in_flight:.3g}",
+        "logits": "with the tiles that they are computed in" if estimate.logits else "on the last stage only",
         "total": "",
         "host": "host memory",
     }

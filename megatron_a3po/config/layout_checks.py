@@ -68,8 +68,8 @@ def _world(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield Mistake(
             "parallel",
             f"tensor {tensor} x pipeline {pipeline} x context {context}",
-            f"{model} ranks do not divide the {world_size} ranks that torchrun started",
-            f"start a multiple of {model} ranks, or change the layout",
+            f"needs {model} ranks or a multiple, and there {'is' if world_size == 1 else 'are'} {world_size}",
+            f"start `torchrun --nproc-per-node {model} -m megatron_a3po train ...`, or change the layout",
             layout,
         )
         return
@@ -192,7 +192,9 @@ def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
                 "precision",
                 "fp8",
                 f"a rank's {width} {what} are not a multiple of {multiple}, as `fp8.recipe: {config.fp8.recipe}` needs",
-                "use a smaller `parallel.tensor`, or `precision: bf16`",
+                "use a smaller `parallel.tensor`, or `precision: bf16`"
+                if config.parallel.tensor > 1
+                else "use `precision: bf16`",
                 ("parallel.tensor", "fp8.recipe", "model"),
             )
 

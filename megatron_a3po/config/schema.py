@@ -49,7 +49,7 @@ class AlgorithmConfig(_Section):
     kl_estimator: Literal["k1", "k3"] = "k3"
     """As a loss, k1 has an expected gradient of zero on policy: it is there for comparison."""
     max_nonfinite_share: Share = 0.01
-    """The run fails when a larger share of a batch's loss tokens has log-probs that are not finite."""
+    """The run fails when a larger share of an optimizer step's loss tokens has log-probs that are not finite."""
     zero_variance_alarm_steps: Positive = 5
     """A warning appears when in so many steps in a row every group had equal rewards."""
 
@@ -128,7 +128,7 @@ class OptimizerConfig(_Section):
     learning_rate: PositiveFloat = 1e-6
     """The highest that the schedule reaches."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls, after the warm-up, to `min_learning_rate` at the last optimizer step."""
+    """How the learning rate falls after the warm-up; it would be at `min_learning_rate` one step after the last."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises linearly from zero."""
     min_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -168,6 +168,18 @@ class PublishConfig(_Section):
     """The run fails when that comparison differs by more; null: the difference is only reported."""
 
 
+class CheckpointConfig(_Section):
+    every_steps: Annotated[int, Field(ge=0)] = 20
+    """Save a checkpoint to resume from each so many steps, and after the last one; 0: never."""
+    keep_last: Positive = 2
+    """Older checkpoints are deleted..."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """... but for those of steps that are a multiple of this; 0: no exception."""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return self.every_steps > 0 and (step == num_steps or step % self.every_steps == 0)
+
+
 class EvaluationConfig(_Section):
     every_steps: Annotated[int, Field(ge=0)] = 10
     """Sample every held-out prompt each so many steps; 0: only before the first and after the last step."""
@@ -183,6 +195,8 @@ class RunConfig(_Section):
     """Hugging Face folder (config.json, safetensors, tokenizer) of the starting policy."""
     run_dir: Path
     """Folder of everything that this run writes; it must not hold another run."""
+    resume: Literal["auto", "none"] = "auto"
+    """auto: go on from the newest valid checkpoint in `run_dir`, if there is one. none: the folder must be unused."""
     num_steps: Positive
     """Training steps; each consumes one batch and ends with a weight publication."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
@@ -203,4 +217,5 @@ class RunConfig(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     fp8: Fp8Config = Fp8Config()
     publish: PublishConfig = PublishConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,7 +1,10 @@
 """The one gate that bounds staleness: budgeted admission, and batches consumed in issue order."""
 
+from collections import deque
+
 from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.errors import VersionError
+from megatron_a3po.data.rollout_state import RolloutState
+from megatron_a3po.errors import ConfigError, VersionError
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 
 
@@ -19,6 +22,7 @@ class StalenessBuffer:
         self._num_groups = groups_per_batch * num_batches
         self._ledger = ledger
         self._ready: dict[int, TrajectoryGroup] = {}
+        self._issue_again: deque[int] = deque()
         self._next_batch = 0
         self._version = 0
 
@@ -27,13 +31,41 @@ class StalenessBuffer:
         """The weight version that servers sample with, and that the next batch is trained at."""
         return self._version
 
+    def state(self) -> RolloutState:
+        """What `restore` needs; call it where no other thread changes the buffer or its ledger."""
+        return RolloutState(
+            version=self._version,
+            next_batch=self._next_batch,
+            issued=self._ledger.issued,
+            consumed=self._ledger.consumed,
+            dropped=self._ledger.dropped,
+            buffered=tuple(self._ready[group_id] for group_id in sorted(self._ready)),
+            in_flight=self._ledger.in_flight,
+        )
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on where `state` was taken, with its ledger; `num_batches` may be another one by now.
+
+        Raises ConfigError for a state that does not fit this batch size or staleness, and ValueError after an issue.
+        """
+        self._check_fits(state)
+        self._ledger.restore(state)
+        self._version, self._next_batch = state.version, state.next_batch
+        self._ready = {group.group_id: group for group in state.buffered}
+        self._issue_again.extend(state.in_flight)
+
     def set_version(self, version: int) -> None:
         if version < self._version:
             raise VersionError(f"weight version went back from {self._version} to {version}")
         self._version = version
 
     def admit(self) -> int | None:
-        """The number of the next group, or None while the budget of the present version is spent."""
+        """The number of the next group, or None while the budget of the present version is spent.
+
+        After a restart, first the groups that were in flight: they were within the budget of their time and are older.
+        """
+        if self._issue_again:
+            return self._issue_again.popleft()
         group_id = self._ledger.issued
         within_budget = group_id // self._groups_per_batch <= self._version + self._max_staleness
         return self._ledger.issue() if within_budget and group_id < self._num_groups else None
@@ -63,6 +95,34 @@ class StalenessBuffer:
     def _next_group_ids(self) -> range:
         first = self._next_batch * self._groups_per_batch
         return range(first, first + self._groups_per_batch)
+
+    def _check_fits(self, state: RolloutState) -> None:
+        size = self._groups_per_batch
+        still_open = sorted([*(group.group_id for group in state.buffered), *state.in_flight])
+        num_closed = state.issued - len(still_open)
+        # A batch that lacks a group would be waited for without end, and a group of an earlier batch never be used.
+        if num_closed != state.next_batch * size or still_open != list(range(num_closed, state.issued)):
+            raise ConfigError(
+                f"rollout.prompts_per_step = {size}: the checkpoint was written after {state.next_batch} batches "
+                f"and {num_closed} groups, which are not batches of this size in the order of issue; resume with the "
+                "value that the checkpoint was written with"
+            )
+        sampled_by = {group.group_id: _oldest_version(group, default=state.version) for group in state.buffered}
+        # From scratch, so by no older one.
+        sampled_by |= dict.fromkeys(state.in_flight, state.version)
+        for group_id, version in sampled_by.items():
+            batch = group_id // size
+            if batch - version > self._max_staleness:
+                raise ConfigError(
+                    f"max_staleness = {self._max_staleness}: the checkpoint has a group sampled by version {version} "
+                    f"that is trained on at version {batch}; resume with the value that the checkpoint was written "
+                    "with, or a larger one"
+                )
+
+
+def _oldest_version(group: TrajectoryGroup, *, default: int) -> int:
+    spans = (trajectory.weight_versions for trajectory in group.trajectories if trajectory.response_length)
+    return min((int(span.min()) for span in spans), default=default)
 
 
 def check_versions(trajectory: Trajectory, version: int, max_staleness: int) -> None:

@@ -3,6 +3,8 @@
 from collections import Counter
 from enum import StrEnum
 
+from megatron_a3po.data.rollout_state import RolloutState
+
 
 class _State(StrEnum):
     IN_FLIGHT = "in_flight"
@@ -23,6 +25,32 @@ class Ledger:
     def issued(self) -> int:
         """Groups issued so far, which is also the number of the next one."""
         return self._issued
+
+    @property
+    def consumed(self) -> int:
+        return self._consumed
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of dropped groups by reason."""
+        return dict(self._dropped)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Groups issued and not complete, in the order of issue."""
+        return tuple(sorted(group_id for group_id, state in self._open.items() if state is _State.IN_FLIGHT))
+
+    def restore(self, state: RolloutState) -> None:
+        """Go on with the books of an earlier run. Groups in flight are issued already: sample them, don't count them.
+
+        Raises ValueError when groups were issued before.
+        """
+        if self._issued:
+            raise ValueError(f"the ledger cannot be restored: {self._issued} groups were issued already")
+        self._issued, self._consumed = state.issued, state.consumed
+        self._dropped = Counter(state.dropped)
+        self._open = dict.fromkeys(state.in_flight, _State.IN_FLIGHT)
+        self._open |= dict.fromkeys((group.group_id for group in state.buffered), _State.BUFFERED)
 
     def issue(self) -> int:
         group_id = self._issued
@@ -61,7 +89,7 @@ class Ledger:
             "dropped": self._dropped.total(),
             "in_flight": states[_State.IN_FLIGHT],
             "buffered": states[_State.BUFFERED],
-            "dropped_by_reason": dict(self._dropped),
+            "dropped_by_reason": self.dropped,
         }
 
     def _require(self, group_id: int, expected: _State, following: _State) -> None:

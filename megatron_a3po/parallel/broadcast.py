@@ -1,13 +1,84 @@
-"""Trajectories from rank 0 to every rank, as typed tensors: nothing is pickled."""
+"""Trajectories as a few typed tensors, to cross a file or to travel from rank 0 to every rank: nothing is pickled."""
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.types import FinishReason, Trajectory
+
+
+class TrajectoryRow(NamedTuple):
+    """What a trajectory has that is not per token."""
+
+    prompt_id: str
+    group_id: int
+    num_tokens: int
+    """of prompt and response"""
+    prompt_length: int
+    reward: float
+    finish_reason: FinishReason
+
+
+class EncodedTrajectories(NamedTuple):
+    """Any number of trajectories, one behind the other."""
+
+    rows: Sequence[TrajectoryRow]
+    token_ids: Tensor
+    """[all tokens] int64"""
+    behaviour_logprobs: Tensor
+    """[all response tokens] float32"""
+    weight_versions: Tensor
+    """[all response tokens] int64"""
+
+
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> EncodedTrajectories:
+    """Copies of the tensors, bit for bit."""
+    return EncodedTrajectories(
+        [
+            TrajectoryRow(
+                item.prompt_id,
+                item.group_id,
+                item.token_ids.numel(),
+                item.prompt_length,
+                item.reward,
+                item.finish_reason,
+            )
+            for item in trajectories
+        ],
+        _concatenate([item.token_ids for item in trajectories], torch.int64),
+        _concatenate([item.behaviour_logprobs for item in trajectories], torch.float32),
+        _concatenate([item.weight_versions for item in trajectories], torch.int64),
+    )
+
+
+def decode_trajectories(encoded: EncodedTrajectories) -> list[Trajectory]:
+    """What `encode_trajectories` was given, as views. Raises ValueError or RuntimeError where lengths do not match."""
+    lengths = [row.num_tokens for row in encoded.rows]
+    responses = [row.num_tokens - row.prompt_length for row in encoded.rows]
+    parts = zip(
+        encoded.rows,
+        encoded.token_ids.split(lengths),
+        encoded.behaviour_logprobs.split(responses),
+        encoded.weight_versions.split(responses),
+        strict=True,
+    )
+    return [
+        Trajectory(
+            prompt_id=row.prompt_id,
+            group_id=row.group_id,
+            token_ids=token_ids,
+            prompt_length=row.prompt_length,
+            behaviour_logprobs=behaviour_logprobs,
+            weight_versions=weight_versions,
+            reward=row.reward,
+            finish_reason=FinishReason(row.finish_reason),
+        )
+        for row, token_ids, behaviour_logprobs, weight_versions in parts
+    ]
 
 
 def broadcast_trajectories(
@@ -21,10 +92,8 @@ def broadcast_trajectories(
     sizes = torch.zeros(3, dtype=torch.int64)
     header = token_ids = logprobs = versions = torch.empty(0)
     if trajectories is not None:
-        header = _encode_header(trajectories)
-        token_ids = _concatenate([item.token_ids for item in trajectories], torch.int64)
-        logprobs = _concatenate([item.behaviour_logprobs for item in trajectories], torch.float32)
-        versions = _concatenate([item.weight_versions for item in trajectories], torch.int64)
+        rows, token_ids, logprobs, versions = encode_trajectories(trajectories)
+        header = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
         sizes = torch.tensor([header.numel(), token_ids.numel(), logprobs.numel()])
     dist.broadcast(sizes, src=0, group=group)
     if trajectories is None:
@@ -35,43 +104,11 @@ def broadcast_trajectories(
     for tensor in (header, token_ids, logprobs, versions):
         if tensor.numel():
             dist.broadcast(tensor, src=0, group=group)
-    return list(trajectories) if trajectories is not None else _decode(header, token_ids, logprobs, versions)
+    if trajectories is not None:
+        return list(trajectories)
+    rows = [TrajectoryRow(*row) for row in json.loads(bytes(header.tolist()))]
+    return decode_trajectories(EncodedTrajectories(rows, token_ids, logprobs, versions))
 
 
 def _concatenate(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
-
-
-def _encode_header(trajectories: Sequence[Trajectory]) -> Tensor:
-    rows = [
-        [item.prompt_id, item.group_id, item.token_ids.numel(), item.prompt_length, item.reward, item.finish_reason]
-        for item in trajectories
-    ]
-    return torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8)
-
-
-def _decode(header: Tensor, token_ids: Tensor, logprobs: Tensor, versions: Tensor) -> list[Trajectory]:
-    rows = json.loads(bytes(header.tolist()))
-    lengths = [length for _, _, length, _, _, _ in rows]
-    responses = [length - prompt_length for _, _, length, prompt_length, _, _ in rows]
-    parts = zip(rows, token_ids.split(lengths), logprobs.split(responses), versions.split(responses), strict=True)
-    return [
-        Trajectory(
-            prompt_id=prompt_id,
-            group_id=group_id,
-            token_ids=ids,
-            prompt_length=prompt_length,
-            behaviour_logprobs=behaviour_logprobs,
-            weight_versions=weight_versions,
-            reward=reward,
-            finish_reason=FinishReason(finish_reason),
-        )
-        for (
-            prompt_id,
-            group_id,
-            _,
-            prompt_length,
-            reward,
-            finish_reason,
-        ), ids, behaviour_logprobs, weight_versions in parts
-    ]

@@ -16,7 +16,8 @@ from megatron_a3po.config import RunConfig
 from megatron_a3po.data.buffer import StalenessBuffer, check_versions
 from megatron_a3po.data.ledger import Ledger
 from megatron_a3po.data.prompts import PromptSet, load_prompts
-from megatron_a3po.errors import DataError
+from megatron_a3po.data.rollout_state import RolloutState
+from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.parallel.broadcast import broadcast_trajectories
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.control import ServerControl
@@ -65,9 +66,27 @@ class RolloutSource:
         dist.barrier(group=self._waiting)
         return control
 
+    def state(self) -> RolloutState | None:
+        """All that a resumed run needs of the rollouts at this moment; None on ranks other than 0.
+
+        Generation goes on meanwhile. What completes after this moment is in flight in the state: a run that is killed
+        and resumed from it samples these responses again, see `RolloutState`.
+        """
+        return self._rank0.state() if self._rank0 is not None else None
+
+    def restore(self, state: RolloutState | None) -> None:
+        """Go on where rank 0 took `state`; None on the other ranks, and for a run that starts anew.
+
+        To be called before the first `set_version`, with the version of the state. Raises ConfigError where the
+        state does not fit the configuration.
+        """
+        if self._rank0 is not None and state is not None:
+            self._rank0.restore(state)
+
     def set_version(self, version: int) -> None:
         """Servers sample with this version from now on, and the next batch is trained at it. The first call, after
-        the first publication, starts the collection."""
+        the first publication, starts the collection. Raises VersionError where it starts at any other version than
+        the restored one, or 0."""
         self._version = version
         if self._rank0 is not None:
             self._rank0.set_version(version)
@@ -155,6 +174,12 @@ class _RankZero:
             pool=self._pool, loop=self._loop, servers=tuple(infos), timeout_seconds=self._config.publish.timeout_seconds
         )
 
+    def state(self) -> RolloutState:
+        return self._loop.run(self._state())
+
+    def restore(self, state: RolloutState) -> None:
+        self._loop.run(self._restore(state))
+
     def set_version(self, version: int) -> None:
         self._loop.run(self._set_version(version))
 
@@ -192,7 +217,19 @@ class _RankZero:
             max_concurrent_groups=rollout.max_concurrent_groups,
         )
 
+    # Both in the loop's thread and without an await: no group moves meanwhile.
+    async def _state(self) -> RolloutState:
+        return self._buffer.state()
+
+    async def _restore(self, state: RolloutState) -> None:
+        self._buffer.restore(state)
+
     async def _set_version(self, version: int) -> None:
+        if not self._started and version != self._buffer.version:
+            raise VersionError(
+                f"the trainer starts at weight version {version}, but the rollouts at {self._buffer.version}: a "
+                "checkpoint is restored as a whole or not at all"
+            )
         self._collector.set_version(version)
         if not self._started:
             self._started = True

@@ -18,12 +18,15 @@ def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: 
     rewards = torch.tensor([trajectory.reward for trajectory in batch])
     lengths = torch.tensor([trajectory.response_length for trajectory in batch], dtype=torch.float32)
     versions = torch.cat([trajectory.weight_versions for trajectory in batch])
-    staleness, counts = torch.unique(version - versions, return_counts=True)
+    ages = version - versions
+    staleness, counts = torch.unique(ages, return_counts=True)
     mixed = [trajectory.weight_versions.unique().numel() > 1 for trajectory in batch]
     return {
         "weight_version": version + 1,
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "staleness_mean": float(ages.double().mean()),
+        "staleness_max": int(ages.max()),
         "num_groups": advantages.num_groups,
         "zero_variance_groups": advantages.num_zero_variance_groups,
         "response_length_mean": float(lengths.mean()),
@@ -39,9 +42,10 @@ def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: 
 class MetricsWriter:
     """Writes `metrics.jsonl` and `tensorboard/` in the run's folder; both are complete after every step."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
+        """TensorBoard forgets steps from `first_step` on that a former process has written."""
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         # JSON has no NaN; null says "not defined here" in every reader.

@@ -7,24 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_a3po.config import RunConfig
 from megatron_a3po.runtime.logging import logger, progress_line
 from megatron_a3po.runtime.metrics import MetricsWriter, read_metrics
 from megatron_a3po.runtime.report import write_report
+from megatron_a3po.runtime.run_dir import truncate_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
 
 
 class RunRecorder:
     """Use on rank 0; on other ranks every method does nothing."""
 
-    def __init__(
-        self, run_dir: Path, *, num_steps: int, rank: int, timer: PhaseTimer, zero_variance_alarm_steps: int = 5
-    ) -> None:
-        self._run_dir = run_dir
-        self._num_steps = num_steps
+    def __init__(self, config: RunConfig, *, rank: int, timer: PhaseTimer, resumed_step: int = 0) -> None:
+        """Rows of steps after `resumed_step`, of a course that the run does not continue, are taken out."""
+        self._run_dir = config.run_dir
+        self._num_steps = config.num_steps
         self._timer = timer
-        self._zero_variance_alarm_steps = zero_variance_alarm_steps
+        self._zero_variance_alarm_steps = config.algorithm.zero_variance_alarm_steps
         self._zero_variance_steps = 0
-        self._writer = MetricsWriter(run_dir) if rank == 0 else None
+        self._resumed_step = resumed_step
+        self._writer: MetricsWriter | None = None
+        if rank == 0:
+            truncate_metrics(self._run_dir, resumed_step if resumed_step > 0 else -1)
+            self._writer = MetricsWriter(self._run_dir, first_step=resumed_step + 1 if resumed_step > 0 else 0)
         self._start = time.perf_counter()
         self._step_start = self._start
 
@@ -32,6 +37,15 @@ class RunRecorder:
         """Progress outside steps."""
         if self._writer is not None:
             logger.info("%6.1f s  %s", time.perf_counter() - self._start, text)
+
+    def start(self, metrics: Mapping[str, float], eval_accuracy: float | None) -> None:
+        """Record the state before training as step 0, or say where a resumed run goes on."""
+        if eval_accuracy is not None:
+            self.step(0, {**metrics, "eval_accuracy": eval_accuracy})
+            return
+        self._step_start = time.perf_counter()
+        self._timer.take()
+        self.message(f"resumed: step {self._resumed_step} is published again")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step with the seconds of its phases; step 0 is the state before training."""

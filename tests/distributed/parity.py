@@ -135,6 +135,7 @@ def _compare(case: Case, folder: Path) -> Difference | None:
 
     config = configuration(case, folder)
     actor = build_actor(config, device=torch.device("cpu"), timer=PhaseTimer())
+    _assert_built(actor, config)
     plain = PlainTrainer.from_folder(folder, config) if dist.get_rank() == 0 else None
     gradients: dict[str, torch.Tensor] = {}
     step = actor.optimizer.step
@@ -158,7 +159,7 @@ def _compare(case: Case, folder: Path) -> Difference | None:
             assert metrics["clipped_share"] > 0 or config.proximal == "recompute", "the batch should reach the clipping"
             found.append(
                 {
-                    "loss": max(abs(metrics[name] - expected[name]) for name in METRICS),
+                    "loss": max(abs(metrics.get(name, 0.0) - expected[name]) for name in METRICS),
                     "gradients": _largest(gradients, checkpoint_tensors(plain.model, gradients=True)),
                     "gradient_norm": abs(metrics["gradient_norm"] - expected["gradient_norm"]),
                     "weights": _largest(weights, checkpoint_tensors(plain.model)),
@@ -171,6 +172,22 @@ def _compare(case: Case, folder: Path) -> Difference | None:
         **{name: max(values[name] for values in found) for name in found[0]},
         num_microbatches=metrics["num_microbatches"],
     )
+
+
+def _assert_built(actor: Any, config: Any) -> None:
+    """The numbers do not depend on the layout, so they cannot tell whether it was built."""
+    from megatron.core.utils import get_model_config
+
+    parallel, groups, model = config.parallel, actor.model.groups, get_model_config(actor.model.chunks[0])
+    sizes = [group.size() for group in (groups.tp, groups.pp, groups.cp, groups.ep)]
+    assert sizes == [parallel.tensor, parallel.pipeline, parallel.context, parallel.expert]
+    assert len(actor.model.chunks) == parallel.virtual_pipeline
+    assert model.sequence_parallel == (parallel.tensor > 1)
+    assert (model.recompute_granularity or "none") == config.actor.activation_recompute
+    for chunk in actor.model.chunks:
+        assert chunk.ddp_config.overlap_grad_reduce == parallel.overlap
+        assert chunk.ddp_config.overlap_param_gather == (parallel.overlap and config.actor.minibatches > 1)
+        assert len(chunk.bucket_groups) > 1 or not parallel.overlap
 
 
 def _largest(ours: dict[str, Any], theirs: dict[str, Any]) -> float:

@@ -76,6 +76,12 @@ OPTIONS = [
         },
     ),
     Case(parallel=_TP2_PP2, settings={"algorithm": {"compare_with_recompute": True}}),
+    Case(parallel=_TP2_CP2, settings={"rollout": {"temperature": 0.7}}),
+    Case(parallel=_TP2_PP2, settings={"rollout": {"temperature": 0.7}, "actor": {"output_layer": "fused"}}),
+    Case(
+        parallel={"tensor": 2},
+        settings={"optimizer": {"schedule": "linear", "warmup_steps": 3}, "actor": {"minibatches": 2}},
+    ),
     Case(parallel={}, settings={"optimizer": {"weight_decay": 0.1}}),
 ]
 

@@ -45,9 +45,9 @@ def random_batch(
     return batch
 
 
-def response_logprobs(ids: Tensor, prompt_length: int, model: Any) -> tuple[Tensor, Tensor]:
+def response_logprobs(ids: Tensor, prompt_length: int, model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(log-probs of the response tokens, entropies), both [response]"""
-    log_p = model(ids[None, :-1]).logits[0, prompt_length - 1 :].float().log_softmax(-1)
+    log_p = (model(ids[None, :-1]).logits[0, prompt_length - 1 :].float() / temperature).log_softmax(-1)
     return log_p.gather(-1, ids[prompt_length:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -58,6 +58,7 @@ class PlainTrainer:
         self.model = model
         self.start = copy.deepcopy(model).requires_grad_(False)
         self.config = config
+        self.steps = 0
         settings = config.optimizer
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -81,7 +82,7 @@ class PlainTrainer:
         totals = dict.fromkeys(METRICS, 0.0)
         tokens, norms = 0, []
         with torch.no_grad():
-            before = [response_logprobs(item.token_ids, item.prompt_length, self.model)[0] for item in batch]
+            before = [self._logprobs(item, self.model)[0] for item in batch]
         for number, part in enumerate(_minibatches(batch, self.config.actor.minibatches)):
             terms = [
                 self._terms(batch[index], float(advantages[index]), before[index], version, fresh=min(number, 1))
@@ -104,7 +105,7 @@ class PlainTrainer:
     ) -> dict[str, Tensor]:
         """Sums over the response tokens of one trajectory."""
         algorithm = self.config.algorithm
-        theta, entropy = response_logprobs(item.token_ids, item.prompt_length, self.model)
+        theta, entropy = self._logprobs(item, self.model)
         b, d = item.behaviour_logprobs, version - item.weight_versions
         d = torch.where(d == 0, fresh, d).float()
         beta = torch.where(d > 0, 1 / d, 0.0)
@@ -117,7 +118,7 @@ class PlainTrainer:
             w = torch.where(w > algorithm.weight_cap, 0.0, w)
         low, high = 1 - algorithm.clip_epsilon_low, 1 + algorithm.clip_epsilon_high
         with torch.no_grad():
-            reference, _ = response_logprobs(item.token_ids, item.prompt_length, self.start)
+            reference, _ = self._logprobs(item, self.start)
         log_rho = reference - theta
         return {
             "loss": -(w * torch.minimum(r * advantage, r.clamp(low, high) * advantage)).sum(),
@@ -126,7 +127,25 @@ class PlainTrainer:
             "proximal_error": (p - before).abs().sum() if algorithm.compare_with_recompute else torch.zeros(()),
         }
 
+    def _logprobs(self, item: Trajectory, model: Any) -> tuple[Tensor, Tensor]:
+        return response_logprobs(item.token_ids, item.prompt_length, model, self.config.rollout.temperature)
+
+    def _learning_rate(self) -> float:
+        """Of the coming step: linear up to the peak, then linear towards the minimum one step after the last."""
+        settings, last = self.config.optimizer, self.config.num_steps * self.config.actor.minibatches
+        self.steps += 1
+        if self.steps <= settings.warmup_steps:
+            return settings.learning_rate * self.steps / settings.warmup_steps
+        if settings.schedule == "constant":
+            return settings.learning_rate
+        assert settings.schedule == "linear"
+        left = (last + 1 - self.steps) / (last + 1 - settings.warmup_steps)
+        return settings.min_learning_rate + left * (settings.learning_rate - settings.min_learning_rate)
+
     def _step(self) -> float:
+        learning_rate = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         parameters = list(self.model.parameters())
         gradients = [parameter.grad.clone() if parameter.grad is not None else None for parameter in parameters]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optimizer.clip_grad_norm)

@@ -87,7 +87,7 @@ def test_one_message_lists_all_mistakes_before_anything_starts(tmp_path: Path, m
     assert "rollout.group_sise" in output
     assert "did you mean `rollout.group_size`" in output
     assert "num_steps" in output
-    assert "do not divide the 3 ranks" in output
+    assert "and there are 3" in output
     assert not run_dir.exists()
 
 

@@ -93,8 +93,8 @@ def against(description: dict[str, Any], *overrides: str) -> list[Mistake]:
         (
             ["parallel.tensor=2", "parallel.context=2"],
             6,
-            "parallel = 'tensor 2 x pipeline 1 x context 2': 4 ranks do not divide the 6 ranks that torchrun started; "
-            "start a multiple of 4 ranks, or change the layout",
+            "parallel = 'tensor 2 x pipeline 1 x context 2': needs 4 ranks or a multiple, and there are 6; "
+            "start `torchrun --nproc-per-node 4 -m megatron_a3po train ...`, or change the layout",
         ),
         (
             ["parallel.pipeline=2", "parallel.expert=4"],

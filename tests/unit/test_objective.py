@@ -85,7 +85,7 @@ def test_the_divergence_from_the_reference_is_a_penalty_with_its_coefficient(est
     expected = torch.where(mask, 0.2 * slope, 0.0)
     torch.testing.assert_close((result.on_logprobs - base.on_logprobs).double(), expected, rtol=1e-4, atol=1e-6)
     assert result.metrics["kl_to_reference"] == pytest.approx(penalty[mask].mean().item(), rel=1e-5)
-    assert base.metrics["kl_to_reference"] == 0.0
+    assert "kl_to_reference" not in base.metrics
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -139,7 +139,7 @@ def test_the_mean_weight_of_the_behaviour_policy_is_reported_where_there_is_one(
     ages = (VERSION - microbatch.weight_versions[microbatch.loss_mask]).tolist()
     mean = sum(expected(age) for age in ages) / len(ages)
 
-    assert metrics["behaviour_weight_mean"] == pytest.approx(mean if method in ("loglinear", "linear") else 0.0)
+    assert metrics.get("behaviour_weight_mean") == (pytest.approx(mean) if method in ("loglinear", "linear") else None)
 
 
 def test_the_seconds_of_the_proximal_policy_add_up() -> None:

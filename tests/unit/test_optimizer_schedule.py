@@ -40,7 +40,7 @@ def closed_form(config: OptimizerConfig, step: int, num_steps: int) -> float:
     warmup, peak, lowest = config.warmup_steps, config.learning_rate, config.min_learning_rate
     if step <= warmup:
         return peak * step / warmup
-    gone = (step - warmup) / (num_steps - warmup)
+    gone = (step - warmup) / (num_steps + 1 - warmup)
     left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[config.schedule]
     return lowest + left * (peak - lowest)
 
@@ -61,11 +61,13 @@ def test_every_step_has_the_rate_of_the_closed_form(
 
 @pytest.mark.parametrize("warmup_steps", [0, 5])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_last_step_has_exactly_the_lowest_rate_and_none_lies_below(schedule: str, warmup_steps: int) -> None:
+def test_no_step_is_at_the_lowest_rate_and_the_next_one_after_the_last_would_be(
+    schedule: str, warmup_steps: int
+) -> None:
     rates = learning_rates(settings(schedule, warmup_steps), 60)
-    assert rates[-1] == LOWEST
     falling = rates[max(warmup_steps - 1, 0) :]
-    assert falling == sorted(falling, reverse=True) and min(falling) == LOWEST
+    assert falling == sorted(falling, reverse=True) and min(falling) == rates[-1] > LOWEST
+    assert closed_form(settings(schedule, warmup_steps), 61, 60) == pytest.approx(LOWEST)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

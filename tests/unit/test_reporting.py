@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_a3po.algorithm.advantage import compute_advantages
+from megatron_a3po.config import RunConfig
 from megatron_a3po.runtime.metrics import MetricsWriter, batch_metrics, read_metrics
 from megatron_a3po.runtime.recorder import RunRecorder, mean_seconds_by_phase, summarize_run
 from megatron_a3po.runtime.report import write_report
@@ -186,7 +187,7 @@ def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_else
     (run / "summary.json").unlink()
     for rank in (1, 0):
         timer = PhaseTimer()
-        recorder = RunRecorder(run, num_steps=1, rank=rank, timer=timer)
+        recorder = RunRecorder(configuration(run, num_steps=1), rank=rank, timer=timer)
         recorder.message("starting")
         recorder.step(0, {"eval_accuracy": 0.25})
         with timer.phase("train"):
@@ -211,13 +212,37 @@ def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("megatron_a3po"), "propagate", True)
-    recorder = RunRecorder(run, num_steps=9, rank=0, timer=PhaseTimer(), zero_variance_alarm_steps=3)
+    config = configuration(run, num_steps=9, algorithm={"zero_variance_alarm_steps": 3})
+    recorder = RunRecorder(config, rank=0, timer=PhaseTimer())
     common = {name: value for name, value in ROWS[1].items() if name != "step"}
     common |= {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "num_groups": 4}
     for step, equal_groups in enumerate([4, 4, 3, 4, 4, 4, 4], 1):
         recorder.step(step, common | {"zero_variance_groups": equal_groups})
         warned = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warned) == (step >= 6)
+
+
+def test_a_resumed_run_has_every_step_once(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "eval_accuracy": 0.5}) + "\n" for step in range(6))
+    )
+    recorder = RunRecorder(configuration(run, num_steps=9), rank=0, timer=PhaseTimer(), resumed_step=3)
+    recorder.start({}, None)
+    common = {name: value for name, value in ROWS[1].items() if name != "step"}
+    common |= {
+        "loss_tokens": 50.0,
+        "weight_version": 4,
+        "clipped_share": 0.0,
+        "num_groups": 4,
+        "zero_variance_groups": 0,
+    }
+    recorder.step(4, common)
+
+    assert [row["step"] for row in read_metrics(run)] == [0, 1, 2, 3, 4]
+
+
+def configuration(run: Path, **settings: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": run, "run_dir": run, "data": {"task": "-"}, **settings})
 
 
 def trajectory(reward: float, versions: list[int], reason: FinishReason) -> Trajectory:
@@ -242,6 +267,8 @@ def test_the_metrics_of_a_batch_are_what_one_computes_by_hand() -> None:
             "weight_version": 8,
             "reward_mean": 0.75,
             "reward_std": 0.125**0.5,
+            "staleness_mean": 5 / 6,
+            "staleness_max": 2,
             "num_groups": 1,
             "zero_variance_groups": 0,
             "response_length_mean": 3.0,

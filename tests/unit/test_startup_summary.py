@@ -56,9 +56,9 @@ def layout(text: str) -> set[str]:
 
 def test_a_tiny_model_on_the_cpu_has_one_rank_kept_logits_and_unfused_layers() -> None:
     text = summary(TINY, 1, "device=cpu", "precision=fp32", fusions=PLAIN, num_parameters=234_500)
-    assert layout(text) == {"DP1"} and "1 ranks" in line(text, "layout")
+    assert layout(text) == {"DP1"} and "1 rank = " in line(text, "layout")
     model = line(text, "model")
-    assert "fp32" in model and f"{readable_count(234_500)} on this rank" in model
+    assert "fp32" in model and f"{readable_count(234_500)} on rank 0" in model
     assert line(text, "output layer").startswith("output layer: logits")
     assert "Transformer Engine is not installed" in line(text, "layers")
     assert "torch AdamW" in line(text, "optimizer")
@@ -69,12 +69,12 @@ def test_an_8b_model_in_a_three_dimensional_layout_has_each_axis_and_the_ranks_l
     overrides = ("parallel={tensor: 2, pipeline: 2, context: 2}", "precision=bf16", "actor.microbatch_tokens=16384")
     text = summary(QWEN3_8B, 16, *overrides, num_parameters=2_100_000_000)
     assert layout(text) == {"TP2", "PP2", "CP2", "DP2"}
-    assert "16 ranks" in line(text, "layout") and "sequence parallelism" in line(text, "layout")
+    assert "16 ranks" in line(text, "layout") and "sequence parallel" in line(text, "layout")
     architecture: Architecture = read_architecture(QWEN3_8B)
     model = line(text, "model")
     assert architecture.name in model and "bf16" in model
     assert f"{readable_count(architecture.num_parameters)} parameters" in model
-    assert f"{readable_count(2_100_000_000)} on this rank" in model
+    assert f"{readable_count(2_100_000_000)} on rank 0" in model
     assert line(text, "output layer").startswith("output layer: fused")
     assert "2.20" in line(text, "layers")
 
@@ -103,7 +103,7 @@ def test_fp8_names_its_recipe_and_what_the_weights_are_kept_in(parameters: str, 
 def test_experts_and_interleaved_chunks_are_part_of_the_layout_and_do_not_divide_the_data_ranks() -> None:
     text = summary(GLM, 32, "parallel={tensor: 2, pipeline: 2, virtual_pipeline: 3, expert: 8}")
     assert layout(text) == {"TP2", "PP2", "DP8"}
-    assert "3 chunks per stage" in line(text, "layout") and "experts over 8" in line(text, "layout")
+    assert "3 interleaved chunks" in line(text, "layout") and "among 8 ranks" in line(text, "layout")
     plain = line(summary(GLM, 4), "layout")
     assert "chunks" not in plain and "experts" not in plain
 

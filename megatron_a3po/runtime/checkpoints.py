@@ -1,0 +1,209 @@
+"""The folder `run_dir/checkpoints`: how a checkpoint appears in it whole or not at all, and which ones stay.
+
+    step_00000020/             a checkpoint: files of many ranks and `manifest.json` (format: runtime/manifest.py)
+    latest                     one line, the name of the newest checkpoint, for people and tools; nothing here reads it,
+                               since it may be older than the folders, or damaged
+    .step_00000030.unfinished/ a save in progress, or what is left of one that was killed
+    .step_00000010.deleted/    what is left of a checkpoint that retention took away
+    step_00000040.set_aside/   a checkpoint that a resumed run does not continue; for people to look at and remove
+
+A save, with `barrier` standing for whatever makes all ranks wait for each other:
+
+    rank 0: begin(step); barrier; all ranks write into unfinished_folder(step) and close their files; barrier;
+    all ranks: describe(folder, rank, world_size); rank 0 gathers the results and calls commit; barrier
+
+The order on the disk: every file of the checkpoint, the manifest, the names in the folder, the folder's final name,
+`latest`; only then are older checkpoints deleted. So whenever the run ends, even by a power cut, each `step_...` folder
+is whole, and the last whole one is still there.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, folder_name, step_of, write_manifest
+
+_LEFTOVER = re.compile(r"\.step_[0-9]{8,}\.(unfinished|deleted)")
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Only rank 0 calls what writes; one save at a time."""
+
+    def __init__(self, root: Path, *, keep_last: int, keep_every: int) -> None:
+        """`root`: the run's `checkpoints` folder, made by the first save. Retention: see `steps_to_delete`."""
+        assert keep_last >= 1 and keep_every >= 0, (keep_last, keep_every)
+        self._root = root
+        self._keep_last, self._keep_every = keep_last, keep_every
+
+    def candidates(self) -> list[Path]:
+        """The folders that bear a checkpoint's name, newest step first. Only `check` tells whether they are valid."""
+        if not self._root.is_dir():
+            return []
+        steps = {path: step for path in self._root.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
+        return sorted(steps, key=steps.__getitem__, reverse=True)
+
+    def unfinished_folder(self, step: int) -> Path:
+        """Where all ranks write the checkpoint of this step between `begin` and `commit`."""
+        return self._root / f".{folder_name(step)}.unfinished"
+
+    def begin(self, step: int, needed_bytes: int = 0) -> Path:
+        """Make the empty unfinished folder, where nothing is left of killed saves, and room for `needed_bytes`.
+
+        Raises CheckpointError, also when a checkpoint of this or a later step is there: retention and resuming go by
+        the step, so those of an abandoned course of the run have to be set aside first.
+        """
+        with self.saving(step):
+            self._refuse_later_steps(step)
+            self._root.mkdir(parents=True, exist_ok=True)
+            sync_folder(self._root.parent)
+            self._remove_leftovers()
+            self.ensure_space(needed_bytes)
+            self.unfinished_folder(step).mkdir()
+        return self.unfinished_folder(step)
+
+    def commit(self, step: int, records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> Path:
+        """Turn the unfinished folder into the newest checkpoint and delete those that need not stay.
+
+        `records`: what all ranks' `describe` returned, together. `facts`: any JSON. Raises CheckpointError.
+        """
+        folder = self._root / folder_name(step)
+        with self.saving(step):
+            write_manifest(self.unfinished_folder(step), step, records, facts)
+            os.rename(self.unfinished_folder(step), folder)
+            sync_folder(self._root)
+            write_durably(self._root / "latest", f"{folder.name}\n")
+            self._delete_old()
+        return folder
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Inside, an OSError (a full disk, a lost mount) becomes a CheckpointError that tells what can still be used.
+
+        `begin` and `commit` have it; put it around `describe` and what else writes the files.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._root}: the checkpoint of step {step} could not be saved: {error}; {self._usable()}; "
+                f"{_remedy(error)}"
+            ) from error
+
+    def ensure_space(self, needed_bytes: int) -> None:
+        """Raises CheckpointError when the filesystem has not so many bytes free. It cannot see a quota."""
+        existing = next(folder for folder in (self._root, *self._root.parents) if folder.exists())
+        free_bytes = shutil.disk_usage(existing).free
+        if free_bytes < needed_bytes:
+            raise CheckpointError(
+                f"{self._root}: a checkpoint needs {_readable(needed_bytes)}, and the filesystem has "
+                f"{_readable(free_bytes)} free; nothing was written; {self._usable()}; {_MAKE_ROOM}"
+            )
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Take checkpoints of later steps than the resumed one out of the way; `step` is -1 when none was resumed.
+
+        They are damaged, or of a course that the run now leaves: kept in place, the next `auto` resume would choose
+        them, and retention would count them. They are renamed, not deleted. Returns the new names. Raises OSError.
+        """
+        later = [path for path in self.candidates() if (step_of(path) or 0) > step]
+        renamed = [(path, _free_name(path.with_name(f"{path.name}.set_aside"))) for path in later]
+        for path, target in renamed:
+            os.rename(path, target)
+        if renamed:
+            sync_folder(self._root)
+        return [target for _, target in renamed]
+
+    def _refuse_later_steps(self, step: int) -> None:
+        later = [path.name for path in self.candidates() if (step_of(path) or 0) >= step]
+        if later:
+            raise CheckpointError(
+                f"{self._root}: the checkpoint of step {step} cannot be saved beside {', '.join(later)}: this step is "
+                "saved already, or these belong to a course of the run that did not resume from them; move them away "
+                "or remove them"
+            )
+
+    def _delete_old(self) -> None:
+        steps = [step for path in self.candidates() if (step := step_of(path)) is not None]
+        doomed = steps_to_delete(steps, keep_last=self._keep_last, keep_every=self._keep_every)
+        for step in doomed:
+            os.rename(self._root / folder_name(step), self._root / f".{folder_name(step)}.deleted")
+        # First the names, then the files: a power cut must not bring back the name of a half-deleted folder.
+        sync_folder(self._root)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        for path in self._root.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                # What cannot be deleted now (NFS keeps open files as .nfs...) goes before the next save; if it keeps
+                # that one from starting, mkdir says so.
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _usable(self) -> str:
+        try:
+            newest = next(iter(self.candidates()), None)
+        except OSError as error:
+            return f"what is there cannot be listed now ({error})"
+        return f"{newest.name} was saved whole and can be resumed" if newest else "there is no other checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The newest valid checkpoint, if any, and why newer ones were passed over."""
+
+    folder: Path | None
+    manifest: Manifest | None
+    rejected: dict[Path, str]
+
+
+def newest_valid(candidates: Sequence[Path], check: Callable[[Path], Manifest] = check) -> Choice:
+    """The first of the candidates that `check` accepts.
+
+    With many ranks, all of them call this with rank 0's candidates and with a `check` of the caller's that checks each
+    rank's share and raises CheckpointError on every rank when it failed on any.
+    """
+    rejected: dict[Path, str] = {}
+    for folder in candidates:
+        try:
+            return Choice(folder=folder, manifest=check(folder), rejected=rejected)
+        except CheckpointError as error:
+            rejected[folder] = str(error)
+    return Choice(folder=None, manifest=None, rejected=rejected)
+
+
+def steps_to_delete(steps: Collection[int], *, keep_last: int, keep_every: int) -> list[int]:
+    """All steps but the newest `keep_last` and the multiples of `keep_every` (0: those get no favour), ascending.
+
+    The newest always stays. After a commit it is the one that was just written, since `begin` lets none be newer.
+    """
+    newest_first = sorted(steps, reverse=True)
+    return sorted(step for step in newest_first[max(1, keep_last) :] if keep_every == 0 or step % keep_every != 0)
+
+
+_MAKE_ROOM = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _MAKE_ROOM
+    return "see that the filesystem is mounted and that the run may write there"
+
+
+def _free_name(path: Path) -> Path:
+    """The path, or the first of path.2, path.3, ... that is not taken."""
+    number = 2
+    target = path
+    while target.exists():
+        target, number = path.with_name(f"{path.name}.{number}"), number + 1
+    return target
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes:,} bytes ({num_bytes / 2**30:,.2f} GiB)"

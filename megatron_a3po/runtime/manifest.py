@@ -1,0 +1,195 @@
+"""The manifest of a checkpoint folder: which files belong to it, their sizes and their checksums.
+
+Format of `manifest.json`, UTF-8:
+
+    {"format": 1, "step": 20, "facts": {...},
+     "files": {"__0_0.distcp": {"size_bytes": 1048576, "sha256": "9f86..."}, ...},
+     "sha256": "60303..."}
+
+File names are relative to the folder, with `/`. The last value is the SHA-256 of the rest (as JSON without spaces, keys
+sorted), so that a damaged manifest is told from a damaged file. `facts` is what the writer wants to know before it
+loads anything, for example the parallel layout.
+
+Many ranks share the work: rank r of n takes every n-th file name in sorted order, from the r-th on.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.runtime.durable import sync_folder, write_durably
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_MAX_PROBLEMS_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file was when its checkpoint was written."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    step: int
+    facts: dict[str, Any]
+    files: dict[str, FileRecord]
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint folder's name tells; None for any other name."""
+    match = re.fullmatch(r"step_([0-9]+)", folder.name)
+    # One name per step: step_20 or step_000000020 would be a second one.
+    return int(match[1]) if match and folder_name(int(match[1])) == folder.name else None
+
+
+def describe(folder: Path, rank: int = 0, world_size: int = 1) -> dict[str, FileRecord]:
+    """Bring this rank's share of the folder's files to the disk and take their sizes and checksums.
+
+    All ranks must have closed their files (barrier) before any of them describes. Another node's unwritten data are
+    safe in that: network filesystems flush when a file is closed, or when another node reads it. Raises OSError.
+    """
+    return {name: _describe_file(folder / name) for name in file_names(folder)[rank::world_size]}
+
+
+def file_names(folder: Path) -> list[str]:
+    """All files in the folder and below, but not the manifest: relative, sorted. Raises OSError."""
+    # Without `on_error`, a folder that cannot be read would look empty.
+    paths = [folder / name for folder, _, names in folder.walk(on_error=_raise) for name in names]
+    return sorted({path.relative_to(folder).as_posix() for path in paths} - {MANIFEST})
+
+
+def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
+    """The last file of a checkpoint; afterwards every name in the folder is on the disk. Raises OSError, and
+    CheckpointError when `files` are not the files in the folder, which then would be without protection."""
+    _refuse_incomplete_records(folder, files)
+    records = {name: asdict(files[name]) for name in sorted(files)}
+    # What JSON makes of the values (keys that are numbers become text, tuples lists) is what a reader computes with.
+    body = json.loads(json.dumps({"format": FORMAT, "step": step, "facts": facts, "files": records}, allow_nan=False))
+    write_durably(folder / MANIFEST, json.dumps({**body, "sha256": _own_checksum(body)}, indent=1) + "\n")
+    for subfolder, _, _ in folder.walk(on_error=_raise):
+        sync_folder(subfolder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError when the manifest is missing, damaged, of a newer format, or of another step."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: no such folder; give the folder of a checkpoint (run_dir/checkpoints/step_...)"
+        )
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise _unusable(
+            folder, f"{MANIFEST} is missing, so this is no checkpoint, or was not written to its end"
+        ) from None
+    except OSError as error:
+        raise _unusable(folder, f"{MANIFEST} cannot be read ({error})") from None
+    except ValueError as error:
+        raise _unusable(folder, f"{MANIFEST} is damaged ({error})") from None
+    version = content.get("format") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        # Before the checksum, which a newer format may compute in its own way.
+        problem = f"{MANIFEST} has format {version}, and this version of megatron_a3po reads up to {FORMAT}"
+        raise CheckpointError(f"{folder}: {problem}; resume with the version that wrote it, or a newer one")
+    if version is None or content.pop("sha256", None) != _own_checksum(content):
+        raise _unusable(folder, f"{MANIFEST} is damaged (its own checksum differs)")
+    if step_of(folder) not in (None, content["step"]):
+        raise _unusable(
+            folder, f"{MANIFEST} is that of step {content['step']}; so the folder was renamed or the file copied"
+        )
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    return Manifest(step=content["step"], facts=content["facts"], files=files)
+
+
+def check(folder: Path, rank: int = 0, world_size: int = 1) -> Manifest:
+    """Compare the folder with its manifest: names and sizes of all files, then the checksums of this rank's share.
+
+    The checkpoint is valid when `check` returns on every rank. Files that the manifest does not know are no error:
+    loading opens only what the described files name, while people's notes and the remains that network filesystems
+    leave of deleted files (`.nfs...`) do get into such folders. Raises CheckpointError, which names files and remedy.
+    """
+    manifest = read_manifest(folder)
+    problems = [text for name, record in manifest.files.items() if (text := _wrong_size(folder / name, name, record))]
+    if not problems:
+        share = sorted(manifest.files)[rank::world_size]
+        problems = [text for name in share if (text := _wrong_checksum(folder / name, name, manifest.files[name]))]
+    if problems:
+        more = len(problems) - _MAX_PROBLEMS_SHOWN
+        shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN]) + (f"; and {more} files more" if more > 0 else "")
+        raise _unusable(folder, shown)
+    return manifest
+
+
+def _describe_file(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return FileRecord(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _refuse_incomplete_records(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    present = file_names(folder)
+    without_record, without_file = sorted(set(present) - set(files)), sorted(set(files) - set(present))
+    if not present or without_record or without_file:
+        raise CheckpointError(
+            f"{folder}: files that no rank described: {without_record or 'none'}; described, but not there: "
+            f"{without_file or 'none'}; files in all: {len(present)}. Do all ranks see the same files? The run folder "
+            "must be on a filesystem that all nodes share"
+        )
+    for name, record in files.items():
+        if problem := _wrong_size(folder / name, name, record):
+            raise CheckpointError(f"{folder}: written to while the checkpoint was being described: {problem}")
+
+
+def _wrong_size(path: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        size_bytes = path.stat().st_size
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    if size_bytes != record.size_bytes:
+        return f"{name} has {size_bytes:,} bytes instead of {record.size_bytes:,}"
+    return None
+
+
+def _wrong_checksum(path: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    if sha256 != record.sha256:
+        return (
+            f"{name} has other content than was written (SHA-256 {sha256[:12]}... instead of {record.sha256[:12]}...)"
+        )
+    return None
+
+
+def _own_checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _unusable(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {problem}; this checkpoint cannot be used: resume from another one, or restore it"
+    )
+
+
+def _raise(error: OSError) -> None:
+    raise error

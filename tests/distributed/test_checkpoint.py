@@ -1,0 +1,59 @@
+"""Training goes on from a checkpoint as if it had never stopped, in the same layout bit for bit, in others but for
+rounding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.checkpoint_cases import STEPS_AFTER, run_cases
+from tests.distributed.parity import Case
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
+
+_TP2_PP2 = {"tensor": 2, "pipeline": 2}
+_SCHEDULE = {"optimizer": {"schedule": "cosine", "warmup_steps": 4, "learning_rate": 1e-3, "adam_eps": 1e-8}}
+MATRIX = {
+    "dense": [
+        Case(parallel=_TP2_PP2, settings=_SCHEDULE),
+        Case(parallel=_TP2_PP2, settings=_SCHEDULE),
+        Case(parallel={}, settings=_SCHEDULE),
+        Case(parallel={"tensor": 2}, settings=_SCHEDULE),
+        Case(parallel={"pipeline": 2, "virtual_pipeline": 2}, settings=_SCHEDULE),
+        Case(parallel={"context": 2, "tensor": 2}, settings=_SCHEDULE),
+    ],
+    "experts": [
+        Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
+        Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
+        Case(family="qwen3_moe", parallel={"expert": 4}),
+        Case(family="qwen3_moe", parallel={"pipeline": 2}),
+    ],
+    "latent attention": [
+        Case(family="deepseek_v3", parallel={"pipeline": 2}),
+        Case(family="deepseek_v3", parallel={"pipeline": 2}),
+        Case(family="deepseek_v3", parallel={"tensor": 2, "expert": 2}),
+    ],
+    "bf16": [
+        Case(parallel=_TP2_PP2, settings={"precision": "bf16"}),
+        Case(parallel=_TP2_PP2, settings={"precision": "bf16"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_run_goes_on_from_its_checkpoint_in_any_layout(name: str, tmp_path: Path) -> None:
+    never_stopped, same_layout, *others = run_cases(MATRIX[name], tmp_path, timeout_seconds=600)
+
+    assert same_layout == never_stopped, "metrics, weights or random numbers differ in some bit"
+    assert len(never_stopped["metrics"]) == STEPS_AFTER
+    for other in others:
+        assert _largest_difference(other, never_stopped) <= 1e-5
+
+
+def _largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Relative to the metric, over all steps."""
+    return max(
+        abs(mine[name] - value) / max(abs(value), 0.1)
+        for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True)
+        for name, value in other.items()
+    )

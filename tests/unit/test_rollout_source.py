@@ -1,0 +1,177 @@
+"""Rollouts of a run as the training loop sees them, saved while they go on, and resumed."""
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+
+from megatron_a3po.config import DataConfig, RolloutConfig, RunConfig
+from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+from megatron_a3po.errors import VersionError
+from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.rollout.source import RolloutSource
+from megatron_a3po.runtime.timing import PhaseTimer
+from tests.unit.scripted_server import ScriptedServer
+
+PROMPTS, GROUP_SIZE, STALENESS, STEPS = 3, 2, 2, 5
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, and what the rollout side reads of a model."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = import_tool().make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    described = {"model_type": "qwen3", "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
+def import_tool() -> ModuleType:
+    """Import the program, which is in no package."""
+    path = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_model", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # slotted dataclasses look their own module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    loop, server = EventLoopThread(), ScriptedServer(version="0")
+    loop.run(server.__aenter__(), 5.0)
+    yield server
+    loop.run(server.__aexit__(), 5.0)
+    loop.close()
+
+
+class Run:
+    """One life of a run on rank 0, as the training loop lives it, without a trainer."""
+
+    def __init__(self, source: RolloutSource, server: ScriptedServer) -> None:
+        self.source, self.server = source, server
+        self.version = 0
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.server.version = str(version)
+        self.source.set_version(version)
+
+    def step(self) -> list[str]:
+        """Train on a batch; returns the prompts of its groups."""
+        batch = self.source.next_batch()
+        assert all(self.version - int(item.weight_versions.min()) <= STALENESS for item in batch)
+        self.publish(self.version + 1)
+        return [trajectory.prompt_id for trajectory in batch[::GROUP_SIZE]]
+
+    def take_state(self) -> RolloutState:
+        state = self.source.state()
+        assert state is not None
+        return state
+
+
+@pytest.fixture
+def start(
+    model: Path, server: ScriptedServer, tmp_path: Path, waiting: dist.ProcessGroup
+) -> Callable[..., AbstractContextManager[Run]]:
+    @contextmanager
+    def start(state: RolloutState | None = None, num_steps: int = STEPS, version: int | None = None) -> Iterator[Run]:
+        config = RunConfig(
+            model=model,
+            run_dir=tmp_path / "run",
+            num_steps=num_steps,
+            max_staleness=STALENESS,
+            data=DataConfig(task="spell_backward", size=40, num_held_out=8),
+            rollout=RolloutConfig(
+                servers=[server.url],
+                prompts_per_step=PROMPTS,
+                group_size=GROUP_SIZE,
+                max_new_tokens=4,
+                max_concurrent_groups=5,
+            ),
+        )
+        with RolloutSource(config, rank=0, waiting=waiting, timer=PhaseTimer()) as source:
+            source.connect(lambda message: None)
+            source.restore(state)
+            run = Run(source, server)
+            restored = state.version if state is not None else 0
+            run.publish(restored if version is None else version)
+            yield run
+
+    return start
+
+
+def test_a_killed_run_goes_on_with_the_prompts_that_it_would_have_had(
+    start: Callable[..., AbstractContextManager[Run]], server: ScriptedServer, tmp_path: Path
+) -> None:
+    server.generation_seconds = lambda number: 0.05 * (number % 3)
+    with start() as run:
+        expected = [run.step() for _ in range(STEPS)]
+        assert run.source.ledger_counts()["consumed"] == STEPS * PROMPTS
+
+    with start() as run:
+        prompts = [run.step() for _ in range(2)]
+        while not (state := run.take_state()).in_flight or not state.buffered:
+            time.sleep(0.005)
+        save_rollout_state(state, tmp_path / "rollouts.safetensors")
+        run.step()  # lost: the kill comes after the checkpoint
+    with start(load_rollout_state(tmp_path / "rollouts.safetensors"), num_steps=STEPS + 1) as run:
+        prompts += [run.step() for _ in range(STEPS - 2)]
+        assert prompts == expected
+        run.step()
+        counts = run.source.ledger_counts()
+    total = (STEPS + 1) * PROMPTS
+    assert (counts["issued"], counts["consumed"], counts["dropped"]) == (total, total, 0)
+
+
+def test_every_snapshot_of_a_busy_run_accounts_for_every_group(
+    start: Callable[..., AbstractContextManager[Run]], server: ScriptedServer
+) -> None:
+    server.generation_seconds = lambda number: 0.002 * (number % 5)
+    with start() as run:
+        for step in range(STEPS):
+            states = [run.take_state() for _ in range(20)]
+            assert {(state.version, state.next_batch, state.consumed) for state in states} == {
+                (step, step, step * PROMPTS)
+            }
+            run.step()
+        assert run.take_state().version == STEPS
+
+
+def test_the_trainer_and_the_rollouts_start_at_one_version(
+    start: Callable[..., AbstractContextManager[Run]],
+) -> None:
+    """A resumed trainer with the rollouts of a new run would train on the first prompts again."""
+    restored = RolloutState(version=3, next_batch=3, issued=9, consumed=9, dropped={}, buffered=(), in_flight=())
+    for state, trainer, rollouts in ((None, 3, 0), (restored, 0, 3), (restored, 4, 3)):
+        with (
+            pytest.raises(VersionError, match=f"weight version {trainer}, but the rollouts at {rollouts}"),
+            start(state, version=trainer),
+        ):
+            pass
+
+
+def test_other_ranks_have_no_state_and_take_none(model: Path, waiting: dist.ProcessGroup, tmp_path: Path) -> None:
+    config = RunConfig(model=model, run_dir=tmp_path, num_steps=1, data=DataConfig(task="spell_backward"))
+    with RolloutSource(config, rank=1, waiting=waiting, timer=PhaseTimer()) as source:
+        source.restore(None)
+        source.set_version(7)
+        assert source.state() is None

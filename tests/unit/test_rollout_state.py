@@ -1,0 +1,429 @@
+"""A run that is killed and resumed skips no group, uses none twice, and trains on what it would have trained on."""
+
+import asyncio
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megatron_a3po.data.buffer import StalenessBuffer
+from megatron_a3po.data.ledger import Ledger
+from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+from megatron_a3po.errors import ConfigError, DataError, VersionError
+from megatron_a3po.rollout.collector import RolloutCollector
+from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+
+seeded = settings(max_examples=40, deadline=None, derandomize=True)
+floats = st.floats(width=32) | st.sampled_from([math.nan, -math.inf, -0.0])
+
+
+def trajectory(
+    group_id: int, versions: Sequence[int], logprobs: Sequence[float] | None = None, *, reward: float = 0.1
+) -> Trajectory:
+    return Trajectory(
+        prompt_id=f"task/0/{group_id}",
+        group_id=group_id,
+        token_ids=torch.arange(2 + len(versions)) + group_id,
+        prompt_length=2,
+        behaviour_logprobs=torch.tensor(logprobs if logprobs is not None else [-0.5] * len(versions)),
+        weight_versions=torch.tensor(versions, dtype=torch.int64),
+        reward=reward,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def group(group_id: int, versions: Sequence[int]) -> TrajectoryGroup:
+    """Of a size that depends on the group."""
+    return TrajectoryGroup(
+        group_id=group_id, trajectories=tuple(trajectory(group_id, versions) for _ in range(1 + group_id % 3))
+    )
+
+
+def new_buffer(groups: int, staleness: int, batches: int, state: RolloutState | None = None) -> StalenessBuffer:
+    buffer = StalenessBuffer(groups_per_batch=groups, max_staleness=staleness, num_batches=batches, ledger=Ledger())
+    if state is not None:
+        buffer.restore(state)
+    return buffer
+
+
+def state_after(batches: int, groups: int = 2) -> RolloutState:
+    """Of a run that has consumed so many batches and has nothing open."""
+    closed = batches * groups
+    return RolloutState(
+        version=batches, next_batch=batches, issued=closed, consumed=closed, dropped={}, buffered=(), in_flight=()
+    )
+
+
+def through_a_file(state: RolloutState) -> RolloutState:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rollouts.safetensors"
+        save_rollout_state(state, path)
+        return load_rollout_state(path)
+
+
+def plain(value: Any) -> Any:
+    """Something that == compares bit for bit, NaN and the sign of zero included."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, float):
+        return math.isnan(value) or struct.pack("d", value)
+    return tuple(plain(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+@seeded
+@given(st.lists(st.lists(st.tuples(st.lists(floats, max_size=4), st.floats()), max_size=3), max_size=4), st.data())
+def test_a_state_comes_back_from_its_file_bit_for_bit(
+    contents: list[list[tuple[list[float], float]]], data: st.DataObject
+) -> None:
+    """Also groups without trajectories, trajectories without response tokens, and a state without groups."""
+    buffered = tuple(
+        TrajectoryGroup(
+            group_id=30 + 7 * number,
+            trajectories=tuple(
+                trajectory(30 + 7 * number, range(len(logprobs)), logprobs, reward=reward)
+                for logprobs, reward in members
+            ),
+        )
+        for number, members in enumerate(contents)
+    )
+    in_flight = tuple(data.draw(st.lists(st.integers(60, 70), unique=True)))
+    dropped = data.draw(st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=2))
+    closed = 71 - len(buffered) - len(in_flight)
+    state = RolloutState(
+        version=2**40,
+        next_batch=3,
+        issued=71 + sum(dropped.values()),
+        consumed=closed,
+        dropped=dropped,
+        buffered=buffered,
+        in_flight=in_flight,
+    )
+
+    assert plain(through_a_file(state)) == plain(state)
+
+
+def test_a_state_read_from_a_file_outlives_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.safetensors"
+    state = RolloutState(
+        version=0, next_batch=0, issued=1, consumed=0, dropped={}, buffered=(group(0, [0] * 5000),), in_flight=()
+    )
+    save_rollout_state(state, path)
+    loaded = load_rollout_state(path)
+    path.write_bytes(b"")
+
+    assert plain(loaded) == plain(state)
+
+
+def test_prompts_in_any_script_come_back(tmp_path: Path) -> None:
+    named = dataclasses.replace(trajectory(0, [0]), prompt_id='日本語/"\\\n\u2028/\U0001f600')
+    state = dataclasses.replace(
+        state_after(0), issued=1, buffered=(TrajectoryGroup(group_id=0, trajectories=(named,)),)
+    )
+
+    assert plain(through_a_file(state)) == plain(state)
+
+
+Tensors, Written = dict[str, torch.Tensor], dict[str, Any]
+
+
+def set_written(**values: Any) -> Callable[[Tensors, Written], None]:
+    return lambda tensors, written: written.update(values)
+
+
+def set_tensor(name: str, value: torch.Tensor) -> Callable[[Tensors, Written], None]:
+    return lambda tensors, written: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (set_written(format=2), "format"),
+        (set_written(issued=5), "5 groups issued, but 0 consumed"),
+        (set_written(in_flight=[0]), "each once"),
+        (set_written(in_flight=[-1]), "greater than or equal to 0"),
+        (set_written(in_flight=[4]), "of which 4 were issued"),
+        (set_written(consumed=None), "consumed"),
+        (set_written(seed=1), "seed"),
+        (set_written(buffered=[[0, 1], [1, 1]]), "3 trajectories"),
+        (set_written(buffered=[[0, 1], [1, 3]]), "3 trajectories"),
+        (set_written(trajectories=[]), "split"),
+        (set_written(trajectories=[["task/0/0", 0, 5, 7, 0.0, "stop"]]), "split"),
+        (set_tensor("token_ids", torch.arange(3)), "split"),
+        (set_tensor("weight_versions", torch.arange(4)), "split"),
+        (set_tensor("weight_versions", torch.zeros(9)), "torch.float32"),
+        (set_tensor("behaviour_logprobs", torch.zeros(9, 1)), "log-probs"),
+        (set_tensor("something_else", torch.zeros(1)), "something_else"),
+        (lambda tensors, written: tensors.pop("token_ids"), "token_ids"),
+    ],
+)
+def test_a_file_of_another_content_is_refused_with_its_path(
+    tmp_path: Path, damage: Callable[[Tensors, Written], None], message: str
+) -> None:
+    path = tmp_path / "rollouts.safetensors"
+    buffered = group(0, [0, 0, 0]), group(1, [0, 0, 0])
+    state = dataclasses.replace(state_after(0), issued=4, buffered=buffered, in_flight=(2, 3))
+    save_rollout_state(state, path)
+    with safe_open(path, framework="pt") as file:
+        written = json.loads(file.metadata()["rollout_state"])
+    tensors = load_file(path)
+    damage(tensors, written)
+    save_file(tensors, path, metadata={"rollout_state": json.dumps(written)})
+
+    with pytest.raises(DataError, match=message) as error:
+        load_rollout_state(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1])
+def test_a_torn_file_is_refused_with_its_path(tmp_path: Path, kept_bytes: int) -> None:
+    path = tmp_path / "rollouts.safetensors"
+    save_rollout_state(dataclasses.replace(state_after(0), issued=1, buffered=(group(0, [0]),)), path)
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+
+    with pytest.raises(DataError, match=r"rollouts\.safetensors"):
+        load_rollout_state(path)
+
+
+def test_a_foreign_and_a_missing_file_are_refused_with_their_paths(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+
+    for name, message in (("model", "no 'rollout_state'"), ("missing", "No such file"), ("folder", "folder")):
+        with pytest.raises(DataError, match=message) as error:
+            load_rollout_state(tmp_path / f"{name}.safetensors")
+        assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"issued": 5}, {"consumed": 3}, {"in_flight": (2, 2)}, {"in_flight": (4,)}, {"dropped": {"late": 1}}],
+)
+def test_a_state_in_which_a_group_is_missing_or_counted_twice_cannot_be_made(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="groups"):
+        dataclasses.replace(state_after(2), **changes)
+
+
+@seeded
+@given(
+    groups=st.integers(1, 3),
+    staleness=st.integers(0, 3),
+    start=st.sampled_from([0, 7, 1000]),
+    batches=st.integers(1, 5),
+    slots=st.integers(1, 14),
+    seed=st.integers(0, 2**32),
+)
+def test_wherever_a_run_is_saved_and_killed_no_group_is_skipped_or_used_twice_or_too_old(
+    groups: int, staleness: int, start: int, batches: int, slots: int, seed: int
+) -> None:
+    """Responses grow over publications, groups end in any order, and a run may be saved between any two events."""
+    random, end, kills = Random(seed), start + batches, 4
+    saved, consumed_then = through_a_file(state_after(start, groups)), 0
+    buffer, in_flight, to_reissue = new_buffer(groups, staleness, end, saved), dict[int, list[int]](), list[int]()
+    consumed: list[int] = []
+    for _ in range(100_000):
+        if len(consumed) == groups * batches and not kills:
+            break
+        event = random.random()
+        if event < 0.05:
+            saved, consumed_then = through_a_file(buffer.state()), len(consumed)
+            assert saved.in_flight == tuple(sorted([*in_flight, *to_reissue]))
+        elif event < 0.1 and kills:
+            kills -= 1
+            buffer, in_flight, to_reissue = new_buffer(groups, staleness, end, saved), {}, list(saved.in_flight)
+            consumed = consumed[:consumed_then]
+            assert plain(buffer.state()) == plain(saved)
+            assert buffer.version == saved.version
+        elif event < 0.5 and len(in_flight) < slots and (group_id := buffer.admit()) is not None:
+            assert group_id == (to_reissue.pop(0) if to_reissue else buffer.state().issued - 1)
+            in_flight[group_id] = []
+        elif event < 0.9 and in_flight:
+            group_id = random.choice(list(in_flight))
+            in_flight[group_id].append(buffer.version)
+            if random.random() < 0.5:
+                buffer.add(group(group_id, in_flight.pop(group_id)))
+        elif buffer.version < start + len(consumed) // groups:
+            buffer.set_version(buffer.version + 1)
+        elif buffer.missing() == 0:
+            batch = buffer.take()
+            assert min(int(item.weight_versions.min()) for item in batch) >= buffer.version - staleness
+            consumed += dict.fromkeys(item.group_id for item in batch)
+
+    assert consumed == list(range(start * groups, end * groups))
+    assert buffer.admit() is None
+    final = buffer.state()
+    assert (final.issued, final.consumed, final.buffered, final.in_flight) == (end * groups, end * groups, (), ())
+
+
+@pytest.mark.parametrize("version", [0, 7, 1000])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_budget_after_a_restart_is_the_budget_of_the_version(version: int, staleness: int) -> None:
+    buffer = new_buffer(3, staleness, 5000, state_after(version, 3))
+    issued = 0
+    while buffer.admit() is not None:
+        issued += 1
+    assert issued == 3 * (staleness + 1)
+
+    again = new_buffer(3, staleness, 5000, through_a_file(buffer.state()))
+    in_flight = [again.admit() for _ in range(issued)]
+    assert in_flight == list(range(3 * version, 3 * (version + staleness + 1)))
+    assert again.admit() is None
+    again.set_version(version + 1)
+    assert [again.admit() for _ in range(4)] == [*range(in_flight[-1] + 1, in_flight[-1] + 4), None]
+
+
+def test_a_restored_buffer_refuses_an_earlier_version_and_a_second_life() -> None:
+    buffer = new_buffer(2, 1, 9, state_after(4))
+    with pytest.raises(VersionError, match="from 4 to 3"):
+        buffer.set_version(3)
+    with pytest.raises(ValueError, match="8 groups were issued already"):
+        buffer.restore(state_after(4))
+    assert plain(buffer.state()) == plain(state_after(4))
+
+
+def test_a_state_that_does_not_fit_the_configuration_names_the_key_and_changes_nothing() -> None:
+    state = dataclasses.replace(state_after(4), issued=12, buffered=(group(8, [3]), group(9, [4])), in_flight=(10, 11))
+    for groups, staleness, message in (
+        (4, 1, "rollout.prompts_per_step = 4"),
+        (1, 1, "rollout.prompts_per_step = 1"),
+        (2, 0, "max_staleness = 0: .* by version 3 .* at version 4"),
+    ):
+        buffer = new_buffer(groups, staleness, 9)
+        with pytest.raises(ConfigError, match=message):
+            buffer.restore(state)
+        assert plain(buffer.state()) == plain(state_after(0))
+    with pytest.raises(ConfigError, match=r"max_staleness = 0: .* by version 4 .* at version 5"):
+        new_buffer(2, 0, 9, dataclasses.replace(state, buffered=(group(8, [4]), group(9, [4]))))
+    new_buffer(2, 1, 9, state)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4])
+def test_another_batch_size_is_refused_also_where_nothing_is_open(groups: int) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.prompts_per_step = {groups}: .* after 4 batches and 8 groups"):
+        new_buffer(groups, 1, 9, state_after(4))
+
+
+def test_a_dropped_group_of_a_batch_that_is_still_to_come_is_refused_instead_of_waited_for() -> None:
+    state = dataclasses.replace(state_after(4), issued=10, dropped={"late": 1}, in_flight=(9,))
+    with pytest.raises(ConfigError, match="after 4 batches and 9 groups"):
+        new_buffer(2, 1, 9, state)
+
+
+def test_the_ledger_goes_on_with_all_its_counts() -> None:
+    ledger = Ledger()
+    for group_id in range(5):
+        assert ledger.issue() == group_id
+    for group_id in (1, 2, 4):
+        ledger.buffer(group_id)
+    ledger.consume(1)
+    ledger.drop(0, "late")
+    state = RolloutState(
+        version=0,
+        next_batch=0,
+        issued=ledger.issued,
+        consumed=ledger.consumed,
+        dropped=ledger.dropped,
+        buffered=(group(2, [0]), group(4, [0])),
+        in_flight=ledger.in_flight,
+    )
+    again = Ledger()
+    again.restore(through_a_file(state))
+
+    assert again.counts() == ledger.counts()
+    assert again.in_flight == ledger.in_flight == (3,)
+    again.buffer(3)
+    again.consume(2)
+    with pytest.raises(ValueError, match="group 1 cannot be consumed"):
+        again.consume(1)
+    assert again.issue() == 5
+
+
+class Run:
+    """The collector with a sampler whose responses depend on the number of the group alone, but not their order."""
+
+    def __init__(self, *, staleness: int, batches: int, seed: int, state: RolloutState | None = None) -> None:
+        self.buffer = new_buffer(3, staleness, batches, state)
+        self.asked: list[int] = []
+        self._is_started = False
+        self._staleness, self._random = staleness, Random(seed)
+        self._collector = RolloutCollector(
+            self.buffer,
+            self._sample,
+            asyncio.Event().wait,
+            max_concurrent_groups=5,  # type: ignore[arg-type]
+        )
+
+    async def batches(self, count: int) -> list[Any]:
+        """Train on so many, each with a publication behind it."""
+        if not self._is_started:
+            self._is_started = True
+            self._collector.set_version(self.buffer.version)
+            self._collector.start()
+        taken = []
+        for _ in range(count):
+            taken.append(plain(await asyncio.wait_for(self._collector.next_batch(), 5.0)))
+            self._collector.set_version(self.buffer.version + 1)
+        return taken
+
+    async def stop(self) -> None:
+        await self._collector.stop()
+
+    async def _sample(self, group_id: int) -> TrajectoryGroup:
+        self.asked.append(group_id)
+        for _ in range(self._random.randrange(12)):
+            await asyncio.sleep(0)
+        return group(group_id, [max(0, group_id // 3 - self._staleness)])
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize(("before", "after"), [(0, 4), (1, 3), (5, 4)])
+async def test_an_interrupted_run_trains_on_the_same_trajectories_in_the_same_order(
+    tmp_path: Path, staleness: int, before: int, after: int
+) -> None:
+    whole = Run(staleness=staleness, batches=before + after, seed=1)
+    expected = await whole.batches(before + after)
+    await whole.stop()
+    for seed in range(2, 12):
+        first = Run(staleness=staleness, batches=before + after, seed=seed)
+        batches = await first.batches(before)
+        for _ in range(seed % 4):
+            await asyncio.sleep(0)
+        save_rollout_state(first.buffer.state(), tmp_path / "state")
+        await first.batches(seed % 2)  # lost: the kill comes after the checkpoint
+        await first.stop()
+
+        state = load_rollout_state(tmp_path / "state")
+        second = Run(staleness=staleness, batches=before + after, seed=seed + 100, state=state)
+        batches += await second.batches(after)
+        await second.stop()
+
+        assert batches == expected
+        assert second.asked == [*state.in_flight, *range(state.issued, 3 * (before + after))]
+        assert plain(second.buffer.state()) == plain(whole.buffer.state())
+
+
+async def test_a_finished_run_can_be_prolonged() -> None:
+    first = Run(staleness=2, batches=3, seed=0)
+    batches = await first.batches(3)
+    await first.stop()
+    prolonged = Run(staleness=2, batches=5, seed=0, state=through_a_file(first.buffer.state()))
+    batches += await prolonged.batches(2)
+    await prolonged.stop()
+
+    whole = Run(staleness=2, batches=5, seed=9)
+    assert batches == await whole.batches(5)
+    await whole.stop()
+    assert plain(prolonged.buffer.state()) == plain(whole.buffer.state())
