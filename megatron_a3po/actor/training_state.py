@@ -5,6 +5,7 @@ them. Random states are those of one rank each, and come back only into the layo
 """
 
 import dataclasses
+import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -50,6 +52,9 @@ def save_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptim
     )
     sharded = _sharded_state(model, optimizer, is_loading=False)
     sharded |= {"training": dataclasses.asdict(state), "rng": _rng_state()}
+    # A queue is enough where this very process writes. Megatron would start a process for it, which outlives a kill.
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
     # The replicas of a parameter share the writing of it.
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), model.groups.dp_cp)
     dist_checkpointing.save(sharded, str(folder), strategy)
