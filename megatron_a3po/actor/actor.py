@@ -46,6 +46,8 @@ class PolicyActor:
             capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
             refuse_missing_fp8(config.fp8, fusions.transformer_engine, capability)
         self._architecture = load_architecture(config.model)
+        for line in startup_summary(config, self._architecture, fusions, world_size=torch.distributed.get_world_size()):
+            logger.info(line)
         self.model: PolicyModel = build_model(config, fusions)
         groups = self.model.groups
         self.optimizer = PolicyOptimizer(config, self.model.chunks, groups)
@@ -57,12 +59,6 @@ class PolicyActor:
             context_rank=groups.cp.rank(),
             rank_multiple=token_multiple(config),
         )
-        num_parameters = sum(parameter.numel() for chunk in self.model.chunks for parameter in chunk.parameters())
-        world_size = torch.distributed.get_world_size()
-        for line in startup_summary(
-            config, self._architecture, fusions, world_size=world_size, num_parameters=num_parameters
-        ):
-            logger.info(line)
 
     def _build_head(self) -> PolicyHead:
         config, model = self._config, self.model

@@ -4,17 +4,24 @@ from collections.abc import Iterator
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.config import Architecture, RunConfig, estimate_memory, memory_table
-from megatron_a3po.config.estimate import choose_output_layer, logits_bytes, readable_bytes, readable_count
+from megatron_a3po.config.estimate import (
+    choose_output_layer,
+    logits_bytes,
+    rank_parameters,
+    readable_bytes,
+    readable_count,
+)
 
 _FACTORS = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"))
 
 
 def startup_summary(
-    config: RunConfig, architecture: Architecture, fusions: Fusions, *, world_size: int, num_parameters: int
+    config: RunConfig, architecture: Architecture, fusions: Fusions, *, world_size: int
 ) -> Iterator[str]:
-    """Lines for people. `num_parameters`: on this rank, as counted in the model."""
+    """Lines for people, known before anything is built."""
     yield f"layout: {_layout(config, world_size)}"
-    counts = f"{readable_count(architecture.num_parameters)} parameters, {readable_count(num_parameters)} on rank 0"
+    on_rank_0 = rank_parameters(config.parallel, architecture, stage=0).total
+    counts = f"{readable_count(architecture.num_parameters)} parameters, {readable_count(on_rank_0)} on rank 0"
     yield f"model: {architecture.name}, {counts}; {_precision(config)}"
     yield from memory_table(estimate_memory(config, architecture, world_size))
     yield f"output layer: {_output_layer(config, architecture)}"

@@ -178,16 +178,20 @@ def _assert_built(actor: Any, config: Any) -> None:
     """The numbers do not depend on the layout, so they cannot tell whether it was built."""
     from megatron.core.utils import get_model_config
 
+    from megatron_a3po.config.estimate import rank_parameters
+
     parallel, groups, model = config.parallel, actor.model.groups, get_model_config(actor.model.chunks[0])
     sizes = [group.size() for group in (groups.tp, groups.pp, groups.cp, groups.ep)]
     assert sizes == [parallel.tensor, parallel.pipeline, parallel.context, parallel.expert]
     assert len(actor.model.chunks) == parallel.virtual_pipeline
     assert model.sequence_parallel == (parallel.tensor > 1)
     assert (model.recompute_granularity or "none") == config.actor.activation_recompute
+    built = sum(parameter.numel() for chunk in actor.model.chunks for parameter in chunk.parameters())
+    assert built == rank_parameters(parallel, actor._architecture, groups.pp.rank()).total
     for chunk in actor.model.chunks:
         assert chunk.ddp_config.overlap_grad_reduce == parallel.overlap
         assert chunk.ddp_config.overlap_param_gather == (parallel.overlap and config.actor.minibatches > 1)
-        assert len(chunk.bucket_groups) > 1 or not parallel.overlap
+        assert len(chunk.bucket_groups) > 1 or not parallel.overlap or parallel.pipeline > 1
 
 
 def _largest(ours: dict[str, Any], theirs: dict[str, Any]) -> float:

@@ -8,7 +8,7 @@ import pytest
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.summary import startup_summary
 from megatron_a3po.config import Architecture, RunConfig, estimate_memory, read_architecture
-from megatron_a3po.config.estimate import readable_bytes, readable_count
+from megatron_a3po.config.estimate import rank_parameters, readable_bytes, readable_count
 from megatron_a3po.config.files import parse_overrides
 from tests.unit.test_estimate import GLM, QWEN3_8B
 
@@ -31,17 +31,9 @@ def configuration(*overrides: str) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def summary(
-    description: dict[str, Any], world_size: int, *overrides: str, fusions: Fusions = FUSED, num_parameters: int = 1
-) -> str:
-    lines = startup_summary(
-        configuration(*overrides),
-        read_architecture(description),
-        fusions,
-        world_size=world_size,
-        num_parameters=num_parameters,
-    )
-    return "\n".join(lines)
+def summary(description: dict[str, Any], world_size: int, *overrides: str, fusions: Fusions = FUSED) -> str:
+    architecture = read_architecture(description)
+    return "\n".join(startup_summary(configuration(*overrides), architecture, fusions, world_size=world_size))
 
 
 def line(text: str, start: str) -> str:
@@ -55,10 +47,10 @@ def layout(text: str) -> set[str]:
 
 
 def test_a_tiny_model_on_the_cpu_has_one_rank_kept_logits_and_unfused_layers() -> None:
-    text = summary(TINY, 1, "device=cpu", "precision=fp32", fusions=PLAIN, num_parameters=234_500)
+    text = summary(TINY, 1, "device=cpu", "precision=fp32", fusions=PLAIN)
     assert layout(text) == {"DP1"} and "1 rank = " in line(text, "layout")
     model = line(text, "model")
-    assert "fp32" in model and f"{readable_count(234_500)} on rank 0" in model
+    assert "fp32" in model and f"{readable_count(read_architecture(TINY).num_parameters)} on rank 0" in model
     assert line(text, "output layer").startswith("output layer: logits")
     assert "Transformer Engine is not installed" in line(text, "layers")
     assert "torch AdamW" in line(text, "optimizer")
@@ -67,14 +59,15 @@ def test_a_tiny_model_on_the_cpu_has_one_rank_kept_logits_and_unfused_layers() -
 
 def test_an_8b_model_in_a_three_dimensional_layout_has_each_axis_and_the_ranks_left_for_data() -> None:
     overrides = ("parallel={tensor: 2, pipeline: 2, context: 2}", "precision=bf16", "actor.microbatch_tokens=16384")
-    text = summary(QWEN3_8B, 16, *overrides, num_parameters=2_100_000_000)
+    text = summary(QWEN3_8B, 16, *overrides)
     assert layout(text) == {"TP2", "PP2", "CP2", "DP2"}
     assert "16 ranks" in line(text, "layout") and "sequence parallel" in line(text, "layout")
     architecture: Architecture = read_architecture(QWEN3_8B)
     model = line(text, "model")
     assert architecture.name in model and "bf16" in model
     assert f"{readable_count(architecture.num_parameters)} parameters" in model
-    assert f"{readable_count(2_100_000_000)} on rank 0" in model
+    on_rank_0 = rank_parameters(configuration(*overrides).parallel, architecture, stage=0).total
+    assert f"{readable_count(on_rank_0)} on rank 0" in model
     assert line(text, "output layer").startswith("output layer: fused")
     assert "2.20" in line(text, "layers")
 
