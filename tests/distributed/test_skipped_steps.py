@@ -60,7 +60,7 @@ def test_the_version_and_the_schedule_move_on_with_a_skipped_step(
     peak = 2e-4
     for rank in single(results, layout, value):
         assert rank["versions"] == [FIRST_VERSION + number for number in (1, 2, 3, 4)]
-        assert rank["learning_rates"] == pytest.approx([peak * (1 - step / NUM_STEPS) for step in (1, 2, 3, 4)])
+        assert rank["learning_rates"] == pytest.approx([peak * (1 - step / (NUM_STEPS + 1)) for step in (1, 2, 3, 4)])
 
 
 @pytest.mark.parametrize(("layout", "value"), SINGLE)
