@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_a3po.config import RunConfig, to_yaml
+from megatron_a3po.config import RunConfig, load_architecture, to_yaml
 from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
@@ -83,7 +83,7 @@ class CheckpointManager:
 
     def _save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None) -> None:
         store, folder = self._store, self._store.unfinished_folder(step)
-        self._on_rank_zero(lambda: store.begin(step))
+        self._on_rank_zero(lambda: store.begin(step, self._needed_bytes()))
         with store.saving(step):
             actor.save(folder)
         self._on_rank_zero(lambda: self._write_own_files(step, folder, rollouts))
@@ -102,6 +102,11 @@ class CheckpointManager:
         with self._store.saving(step):
             records = describe(folder, self._rank, self._world_size)
         return {name: dataclasses.asdict(record) for name, record in records.items()}
+
+    def _needed_bytes(self) -> int:
+        """Weights, and in float32 the masters and both moments; the rest is small."""
+        item_bytes = 4 if self._config.precision == "fp32" else 2
+        return (item_bytes + 3 * 4) * load_architecture(self._config.model).num_parameters
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel.model_dump(exclude={"overlap"})

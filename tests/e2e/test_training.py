@@ -97,7 +97,7 @@ def test_a_folder_that_holds_a_run_is_not_used_again(tmp_path: Path, model: Path
     (run_dir / "config.resolved.yaml").write_text("of another run\n")
 
     code, output = run_to_end(
-        torchrun(f"model={model}", f"run_dir={run_dir}"), tmp_path / "output.log", timeout_seconds=60
+        torchrun(f"model={model}", f"run_dir={run_dir}", "resume=none"), tmp_path / "output.log", timeout_seconds=60
     )
 
     assert code != 0
