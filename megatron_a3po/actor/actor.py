@@ -24,8 +24,9 @@ from megatron_a3po.config import RunConfig, load_architecture
 from megatron_a3po.config.estimate import choose_output_layer
 from megatron_a3po.config.layout_checks import token_multiple
 from megatron_a3po.data.balance import assign_microbatches
+from megatron_a3po.data.buffer import check_versions
 from megatron_a3po.data.packing import pack, split_groups
-from megatron_a3po.errors import PublishError, TrainingError, VersionError
+from megatron_a3po.errors import PublishError, TrainingError
 from megatron_a3po.parallel.reduce import reduce_statistics
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
@@ -81,7 +82,7 @@ class PolicyActor:
 
         advantages [trajectories] float32. Raises TrainingError when an advantage or too many log-probs of a minibatch
         are not finite, before its step, and when too many steps in a row had a gradient that is not finite;
-        VersionError for a token of a later version than this.
+        VersionError for a token of no version, or of a later one than this.
         """
         self._refuse_broken(trajectories, advantages)
         with self._timer.phase("train"):
@@ -111,11 +112,7 @@ class PolicyActor:
                 raise TrainingError(
                     f"the advantage of trajectory {trajectory.prompt_id} is {advantage}; look at the reward function"
                 )
-            if int(trajectory.weight_versions.max()) > self.version:
-                raise VersionError(
-                    f"trajectory {trajectory.prompt_id}: a token of version {int(trajectory.weight_versions.max())}, "
-                    f"but the trainer is at {self.version}"
-                )
+            check_versions(trajectory, self.version, max_staleness=self.version)  # how old is the buffer's matter
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer and version into an empty folder that all ranks see."""

@@ -1,0 +1,106 @@
+"""What a training step refuses before its optimizer moves. Our own parts stand still here; Megatron is not run."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_a3po import cpu
+from megatron_a3po.config import RunConfig
+from megatron_a3po.errors import TrainingError, VersionError
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.types import FinishReason, Trajectory
+
+VERSION = 3
+
+
+class Optimizer:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def step(self) -> Any:
+        from megatron_a3po.actor.optimizer import StepResult
+
+        self.calls.append("step")
+        return StepResult(1.0, 1e-3, True)
+
+    def skip(self) -> Any:
+        from megatron_a3po.actor.optimizer import StepResult
+
+        self.calls.append("skip")
+        return StepResult(0.0, 1e-3, False)
+
+    def finish_parameter_gather(self) -> None:
+        self.calls.append("finish")
+
+
+class Objective:
+    """The sums are the metrics: [loss tokens, tokens that are not finite]."""
+
+    def metrics(self, sums: list[float], _maxima: list[float]) -> dict[str, float]:
+        return {"loss_tokens": sums[0], "nonfinite_tokens": sums[1]}
+
+
+def actor(*minibatches: tuple[float, float]) -> Any:
+    """One whose minibatches have these (loss tokens, tokens that are not finite)."""
+    cpu.install()
+    from megatron_a3po.actor.actor import PolicyActor
+    from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS
+
+    made: Any = object.__new__(PolicyActor)
+    made._config = RunConfig.model_validate({"model": "m", "run_dir": "r", "num_steps": 1, "data": {"task": "t"}})
+    made._timer, made.version = PhaseTimer(), VERSION
+    made.optimizer, made.objective = Optimizer(), Objective()
+    remaining = iter(minibatches)
+    made._minibatches = lambda *_: [[] for _ in minibatches]
+    made._with_forward_passes = lambda parts: parts
+    made._forward_backward = lambda *_, **__: (
+        [*next(remaining), *[0.0] * (NUM_SUMS - 2)],
+        [0.0] * (NUM_MAXIMA + 1),
+    )
+    return made
+
+
+def trajectory(*versions: int) -> Trajectory:
+    return Trajectory(
+        prompt_id="task/7/1",
+        group_id=0,
+        token_ids=torch.arange(2 + len(versions)),
+        prompt_length=2,
+        behaviour_logprobs=torch.zeros(len(versions)),
+        weight_versions=torch.tensor(versions),
+        reward=0.0,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_advantage_that_is_not_finite_is_refused_with_its_trajectory(value: float) -> None:
+    made = actor((10, 0))
+    with pytest.raises(TrainingError, match=r"task/7/1 is (nan|inf); look at the reward function"):
+        made.train_step([trajectory(3, 3)], torch.tensor([value]))
+    assert made.optimizer.calls == [] and made.version == VERSION
+
+
+@pytest.mark.parametrize("version", [-1, VERSION + 1])
+def test_a_token_of_no_version_or_of_a_later_one_is_refused(version: int) -> None:
+    made = actor((10, 0))
+    with pytest.raises(VersionError, match="task/7/1"):
+        made.train_step([trajectory(3, version)], torch.ones(1))
+    assert made.optimizer.calls == [] and made.version == VERSION
+
+
+def test_too_many_logprobs_that_are_not_finite_stop_the_run_before_the_step_of_their_minibatch() -> None:
+    made = actor((1000, 10), (1000, 11))
+    with pytest.raises(TrainingError, match=r"max_nonfinite_share = 1\.0%"):
+        made.train_step([trajectory(0, 3)], torch.ones(1))
+    assert made.optimizer.calls == ["step"] and made.version == VERSION
+
+
+def test_a_minibatch_without_loss_tokens_is_skipped_and_counted() -> None:
+    made = actor((10, 0), (0, 0), (5, 0))
+    metrics = made.train_step([trajectory(0, 3)], torch.ones(1))
+
+    assert made.optimizer.calls == ["step", "skip", "step", "finish"]
+    assert metrics["skipped_steps"] == 1 and metrics["loss_tokens"] == 15 and made.version == VERSION + 1
