@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_a3po.config import RunConfig, load_architecture, to_yaml
 from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
@@ -84,13 +85,20 @@ class CheckpointManager:
     def _save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None) -> None:
         store, folder = self._store, self._store.unfinished_folder(step)
         self._on_rank_zero(lambda: store.begin(step, self._needed_bytes()))
-        with store.saving(step):
-            actor.save(folder)
+        self._everywhere(lambda: self._write_training_state(step, folder, actor))
         self._on_rank_zero(lambda: self._write_own_files(step, folder, rollouts))
         described = self._everywhere(lambda: self._described(step, folder))
         records = {name: FileRecord(**record) for share in described for name, record in share.items()}
         facts = {"layout": self._layout(), "version": actor.version}
         self._on_rank_zero(lambda: store.commit(step, records, facts))
+
+    def _write_training_state(self, step: int, folder: Path, actor: PolicyActor) -> None:
+        """A rank that fails in the midst of Megatron's collectives leaves the others to their timeout."""
+        with self._store.saving(step):
+            try:
+                actor.save(folder)
+            except CheckpointException as error:  # torch's, which gathers what went wrong on all ranks
+                raise OSError(str(error)) from error
 
     def _write_own_files(self, step: int, folder: Path, rollouts: RolloutState | None) -> None:
         assert rollouts is not None, "rank 0 knows the rollouts"

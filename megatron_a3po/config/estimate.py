@@ -58,10 +58,6 @@ class MemoryEstimate:
     """In host memory: the optimizer's state if it is offloaded, and the weights of a reference policy"""
 
     @property
-    def parameters_per_rank(self) -> int:
-        return self.parameters.total
-
-    @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
@@ -111,7 +107,7 @@ def choose_output_layer(config: RunConfig, architecture: Architecture) -> Litera
 def memory_table(estimate: MemoryEstimate) -> list[str]:
     """The estimate for people, one line for each use of memory."""
     notes = {
-        "weights": f"{readable_count(estimate.parameters_per_rank)} parameters",
+        "weights": f"{readable_count(estimate.parameters.total)} parameters",
         "gradients": "float32",
         "optimizer": "offloaded" if estimate.optimizer == 0 else "this rank's shard",
         "activations": f"microbatches in flight: {estimate.microbatches_in_flight:.3g}",

@@ -48,6 +48,55 @@ def _choose(folder: str, damage: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["OSError", "CheckpointException"])
+def test_a_rank_that_cannot_write_stops_all_of_them_and_the_older_checkpoint_stays(tmp_path: Path, kind: str) -> None:
+    output = run_ranks(_fail_to_save, 4, str(tmp_path), kind)
+
+    errors = json.loads(next(line for line in output.splitlines() if line.startswith("[")))
+    assert len(errors) == 4 and len(set(errors)) == 1
+    assert "No space left" in errors[0] and "step_00000020 was saved whole" in errors[0]
+
+
+def _fail_to_save(folder: str, kind: str) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.config import RunConfig
+    from megatron_a3po.errors import CheckpointError
+    from megatron_a3po.parallel.messages import gather_json
+    from megatron_a3po.runtime.timing import PhaseTimer
+
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    if dist.get_rank() == 0:
+        _save_two(Path(folder) / "run" / "checkpoints")
+    dist.barrier()
+    error = OSError(28, "No space left on device")
+    failure = error if kind == "OSError" else CheckpointException("write", {2: (error, None)})  # type: ignore[dict-item]
+
+    def save(_: Path) -> None:
+        if dist.get_rank() == 2:
+            raise failure
+
+    described = {"model": folder, "run_dir": Path(folder) / "run", "num_steps": 99, "data": {"task": "t"}}
+    manager: Any = CheckpointManager(RunConfig.model_validate(described), dist.group.WORLD, PhaseTimer())
+    manager._needed_bytes = lambda: 0  # there is no model here
+    try:
+        manager.save(30, SimpleNamespace(save=save, version=30), None)
+        message = "saved"
+    except CheckpointError as raised:
+        message = str(raised)
+    messages = gather_json(message)
+    if dist.get_rank() == 0:
+        print(json.dumps(messages), flush=True)
+    dist.destroy_process_group()
+
+
 def _save_two(root: Path) -> None:
     from megatron_a3po.runtime.checkpoints import CheckpointStore
     from megatron_a3po.runtime.manifest import describe

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.tiny_qwen3 import VOCAB_SIZE, save_random_qwen3
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 LENGTHS = [13, 1, 24, 7, 16, 2]  # 63 tokens: one padding token makes them divisible by the tensor-parallel size
 
 
 @pytest.mark.distributed
 def test_packed_logits_equal_hugging_face_under_tensor_pipeline_and_sequence_parallelism(tmp_path: Path) -> None:
-    save_random_qwen3(tmp_path)
+    save_tiny_model("qwen3_tied", tmp_path)
     output = run_ranks(_compare_logits_with_hugging_face, 4, str(tmp_path), timeout_seconds=100)
     assert output.startswith("installed"), "the imports should print nothing"
     assert "compared 63 tokens" in output

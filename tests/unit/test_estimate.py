@@ -107,7 +107,7 @@ def test_an_8b_model_on_four_ranks_is_what_one_computes_by_hand() -> None:
     parameters = 18 * layer + 151936 // 2 * hidden
     # Norms; queries, keys and their norms' inputs; values and output; MLP. And a float32 normaliser per head.
     per_token = 2 * (4 * hidden + 2 * (hidden + kv) + kv + hidden + 3 * mlp) + 4 * 32
-    assert rank.parameters_per_rank == parameters == 2_047_758_848
+    assert rank.parameters.total == parameters == 2_047_758_848
     assert (rank.stage, rank.microbatches_in_flight) == (0, 2)
     assert (rank.weights, rank.gradients, rank.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
     assert rank.activations == 8192 // 2 * 2 * 18 * per_token
@@ -146,7 +146,7 @@ def test_the_optimizer_is_sharded_over_data_and_context_ranks_and_experts_over_t
     assert experts == 23 * 16 * 3 * 4096 * 1408
     assert rank.optimizer == 12 * (-(-dense // 8) + -(-experts // 4))
     fp32 = estimate(GLM, 16, *layout, "precision=fp32")
-    assert (fp32.weights, fp32.gradients) == (4 * rank.parameters_per_rank, rank.gradients)
+    assert (fp32.weights, fp32.gradients) == (4 * rank.parameters.total, rank.gradients)
     assert fp32.optimizer * 3 == rank.optimizer * 2
 
 

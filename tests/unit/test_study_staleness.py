@@ -18,14 +18,14 @@ import study_staleness as study  # noqa: E402
 
 from megatron_a3po.data.prompts import Prompt, load_prompts  # noqa: E402
 from megatron_a3po.errors import ConfigError  # noqa: E402
-from tests.tiny_qwen3 import save_random_qwen3  # noqa: E402
+from tests.tiny_models import save_tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model, with the quickstart's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    save_random_qwen3(folder)
+    save_tiny_model("qwen3_tied", folder)
     make_tiny_model.make_tokenizer().save_pretrained(folder)
     return folder
 
