@@ -19,6 +19,7 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
         *_servers(config),
         *_training(config),
         *_optimizer(config),
+        *_checkpoints(config),
         *precision_mistakes(config),
         *rank_mistakes(config, world_size),
         *model_mistakes(config),
@@ -101,6 +102,18 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
             "and nothing would bound the others",
             "use `recompute` or `loglinear`, or `actor.minibatches: 1`",
             ("actor.minibatches",),
+        )
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Mistake]:
+    every, keep = config.checkpoint.every_steps, config.checkpoint.keep_every
+    if keep > 0 and (every == 0 or keep % every):
+        yield Mistake(
+            "checkpoint.keep_every",
+            keep,
+            f"checkpoints are saved at multiples of checkpoint.every_steps = {every}" if every else "none is saved",
+            f"use a multiple of {every}, or 0" if every else "set `checkpoint.every_steps`, or use 0",
+            ("checkpoint.every_steps",),
         )
 
 

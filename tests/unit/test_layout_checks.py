@@ -274,6 +274,11 @@ def test_layouts_that_fill_the_ranks_are_accepted(world_size: int) -> None:
             "precision = 'fp8': not with `device: cpu`: FP8 is Transformer Engine's, and without it Megatron would "
             "silently compute unquantised; use `precision: bf16` or `precision: fp32`",
         ),
+        (
+            ["checkpoint={every_steps: 5, keep_every: 7}"],
+            "checkpoint.keep_every = 7: checkpoints are saved at multiples",
+        ),
+        (["checkpoint={every_steps: 0, keep_every: 7}"], "checkpoint.keep_every = 7: none is saved; set"),
         (["device=cpu", "optimizer.offload=true"], "optimizer.offload = True: with `device: cpu` the optimizer's"),
         (
             ["precision=fp32", "optimizer.offload=true"],
