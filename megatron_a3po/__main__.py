@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_a3po.config import RunConfig, load_config, to_yaml
 from megatron_a3po.errors import A3poError, ConfigError
+from megatron_a3po.runtime.processes import end_process
 from megatron_a3po.runtime.run_dir import make_log_folder, refuse_used_run_dir
 
 _CONFIG_MISTAKE = 2
@@ -91,9 +92,7 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         print(f"error on rank {rank}: {message}\n  logs: {config.run_dir / 'logs'}", file=screen, flush=True)
         with suppress(OSError):  # the log may be what failed, on a full disk
             traceback.print_exception(error)
-            sys.stderr.flush()
-        # Not by way of the interpreter's end: a thread that still waits inside C++ for a peer would abort there.
-        os._exit(_FAILED)
+        end_process(_FAILED)
     return 0
 
 
@@ -114,4 +113,4 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -101,8 +101,11 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
 def _main() -> None:
     import runpy
 
+    from megatron_a3po.runtime.processes import end_process
+
     path, name, *arguments = sys.argv[1:]
     runpy.run_path(path)[name](*arguments)
+    end_process(0)
 
 
 if __name__ == "__main__":
