@@ -1,0 +1,155 @@
+"""Megatron's torch_dist checkpoints, written and read piece by piece.
+
+The format is torch.distributed.checkpoint's: files in which one saved tensor follows the other, and `.metadata`, which
+says where each piece of each key lies. Megatron's own writer wants all tensors of a rank at once.
+"""
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from pydantic import BaseModel
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.runtime.durable import sync_folder
+
+_COMMON_FILE = "__common_0.distcp"
+
+
+class Piece(BaseModel, frozen=True):
+    """A part of a key's tensor, and where it was written."""
+
+    key: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """of this piece, with as many axes as the whole"""
+    file: str
+    start: int
+    num_bytes: int
+
+
+def write_pieces(file: Path, tensors: Iterable[ShardedTensor]) -> list[Piece]:
+    """One file of the checkpoint, under its name when it is whole and on the disk. Holds one tensor at a time."""
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    pieces = []
+    with unfinished.open("wb") as output:
+        for tensor in tensors:
+            start = output.tell()
+            values = tensor.data.detach()
+            # Of a view, torch.save would write the whole storage.
+            alone = values.numel() * values.itemsize == values.untyped_storage().nbytes()
+            torch.save(values.contiguous() if alone else values.clone(), output)
+            pieces.append(
+                Piece(
+                    key=tensor.key,
+                    dtype=str(values.dtype).removeprefix("torch."),
+                    global_shape=tuple(tensor.global_shape),
+                    global_offset=tuple(tensor.global_offset),
+                    shape=tuple(values.shape),
+                    file=file.name,
+                    start=start,
+                    num_bytes=output.tell() - start,
+                )
+            )
+        output.flush()
+        os.fsync(output.fileno())
+    os.replace(unfinished, file)
+    sync_folder(file.parent)
+    return pieces
+
+
+def finish_checkpoint(folder: Path, pieces: Sequence[Piece]) -> None:
+    """Write `.metadata` and `metadata.json`, without which the files in the folder are no checkpoint."""
+    described: dict[str, Any] = {}
+    for piece in pieces:
+        if piece.key not in described:
+            described[piece.key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, piece.dtype)),
+                size=torch.Size(piece.global_shape),
+                chunks=[],
+            )
+        entry = described[piece.key]
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(piece.shape)))
+    for key, entry in described.items():
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise CheckpointError(f"{folder}: the pieces of {key} do not make up its shape {tuple(entry.size)}")
+    results = [
+        WriteResult(
+            index=MetadataIndex(piece.key, piece.global_offset),
+            size_in_bytes=piece.num_bytes,
+            storage_data=_StorageInfo(piece.file, piece.start, piece.num_bytes),
+        )
+        for piece in pieces
+    ]
+    results.append(_write_common(folder, described))
+    FileSystemWriter(folder).finish(Metadata(state_dict_metadata=described), [results])
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    sync_folder(folder)
+
+
+def _write_common(folder: Path, described: dict[str, Any]) -> WriteResult:
+    """What Megatron keeps beside tensors: nothing here, but it looks for the entry."""
+    key = ShardedObject("common_state", None, (1,), (0,)).unique_key
+    described[key] = BytesStorageMetadata()
+    content = io.BytesIO()
+    torch.save([{}], content)
+    (folder / _COMMON_FILE).write_bytes(content.getvalue())
+    num_bytes = len(content.getvalue())
+    return WriteResult(
+        index=MetadataIndex(key), size_in_bytes=num_bytes, storage_data=_StorageInfo(_COMMON_FILE, 0, num_bytes)
+    )
+
+
+class TorchDistReader:
+    """Reads whole parameters out of a checkpoint of any layout."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError when the folder holds no torch_dist checkpoint."""
+        config = maybe_load_config(str(folder)) if folder.is_dir() else None
+        if config is None or config.sharded_backend != "torch_dist":
+            raise CheckpointError(
+                f"{folder}: no checkpoint of Megatron's torch_dist format (metadata.json is missing or names another); "
+                "give the folder that holds the *.distcp files"
+            )
+        self._folder = folder
+        try:
+            entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{folder}: .metadata cannot be read ({error}); copy the checkpoint again") from error
+        self._entries = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self._strategy = TorchDistLoadShardedStrategy(cache_metadata=True)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Raises CheckpointError when the checkpoint has no such key."""
+        entry = self._entries.get(key)
+        if entry is None:
+            raise CheckpointError(f"{self._folder}: has no {key}; it is the checkpoint of another model")
+        return entry.properties.dtype
+
+    def read(self, tensors: Sequence[ShardedTensor]) -> None:
+        """Fill the tensors' data. Raises CheckpointError for missing keys, wrong shapes and damaged files."""
+        for tensor in tensors:
+            self.dtype(tensor.key)
+        try:
+            self._strategy.load({str(number): tensor for number, tensor in enumerate(tensors)}, self._folder)
+        except Exception as error:  # torch's, Megatron's, pickle's, zip's
+            raise CheckpointError(f"{self._folder}: {tensors[0].key} cannot be read: {error}") from error
