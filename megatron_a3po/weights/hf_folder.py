@@ -1,0 +1,136 @@
+"""The weights of a Hugging Face folder, read one tensor at a time."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron_a3po.errors import CheckpointError, ConfigError
+from megatron_a3po.weights.hf_folder_checks import FP8_DTYPE, read_files, weight_problems
+from megatron_a3po.weights.quantize import SCALE_SUFFIX, dequantize_blockwise
+from megatron_a3po.weights.safetensors_format import DTYPES, StoredTensor
+
+
+class UnusableFolder(ConfigError):
+    """A Hugging Face folder whose weights cannot be read; one message tells everything that is wrong with it."""
+
+    def __init__(self, folder: Path, problems: list[str]) -> None:
+        super().__init__("\n".join([f"{folder}: the weights cannot be read:", *(f"  - {text}" for text in problems)]))
+        self.problems = problems
+
+
+class HfFolder:
+    """Names, shapes and places of the weights; `read` brings one of them into memory.
+
+    Weights in FP8 with block-wise scales (DeepSeek-V3, Qwen3-FP8) appear as the bfloat16 weights that they stand for;
+    their scales do not appear. The packed experts of gpt-oss (MXFP4: `..._blocks`, `..._scales`) appear as they are
+    stored, as uint8. Reading is through plain file reads: the pages of a memory-mapped file would count as this
+    process's memory until the kernel takes them away.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, StoredTensor]]) -> None:
+        """Use `open`, which checks everything first."""
+        self.path = path
+        self.config = MappingProxyType(config)
+        """what config.json says"""
+        self._tensors = tensors
+        self._fp8 = {name for name, (_, tensor) in tensors.items() if tensor.dtype == FP8_DTYPE}
+        hidden = {name + SCALE_SUFFIX for name in self._fp8}
+        self._visible = {name: None for name in tensors if name not in hidden}
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read config.json, the index and the headers of all weight files.
+
+        Raises UnusableFolder with everything that is wrong: missing, damaged and contradictory files, weights in
+        pickles, quantised weights that cannot be read.
+        """
+        if not path.is_dir():
+            raise UnusableFolder(path, ["no such folder; give a Hugging Face model folder"])
+        problems: list[str] = []
+        config = _read_config(path / "config.json", problems)
+        try:
+            files = read_files(path)
+        except OSError as error:
+            raise UnusableFolder(path, [*problems, f"the folder cannot be read ({error})"]) from None
+        problems += files.problems
+        if config is not None:
+            problems += weight_problems(config, files)
+        if problems or config is None:
+            raise UnusableFolder(path, problems)
+        return cls(path, config, files.tensors)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any weight is stored in FP8."""
+        return bool(self._fp8)
+
+    def names(self) -> tuple[str, ...]:
+        """In the order of the files and of the bytes in them: reading in this order reads the disk in order."""
+        return tuple(self._visible)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._visible
+
+    def file_name(self, name: str) -> str:
+        """The file that holds the tensor."""
+        return self._tensors[name][0]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name][1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of what `read` returns."""
+        return torch.bfloat16 if name in self._fp8 else DTYPES[self._tensors[name][1].dtype]
+
+    def nbytes(self, name: str) -> int:
+        """Of what `read` returns."""
+        stored = self._tensors[name][1].nbytes
+        return stored * torch.bfloat16.itemsize if name in self._fp8 else stored
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, contiguous and on the CPU, in memory of its own. At most one and a half times its size is in use
+        meanwhile (FP8), else its size. Raises KeyError, and CheckpointError when the file is no longer what it was."""
+        if name not in self._fp8:
+            return self._read_stored(name)
+        return dequantize_blockwise(self._read_stored(name), self._read_stored(name + SCALE_SUFFIX), torch.bfloat16)
+
+    def _read_stored(self, name: str) -> Tensor:
+        file, stored = self._tensors[name]
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        try:
+            # Unbuffered: the bytes go from the kernel into the tensor, which is larger than any buffer.
+            with (self.path / file).open("rb", buffering=0) as opened:
+                opened.seek(stored.start)
+                done = 0
+                # The kernel hands out at most 2 GiB at once.
+                while done < len(buffer) and (count := opened.readinto(buffer[done:])):
+                    done += count
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path / file}: {name} cannot be read ({error}); copy the file again"
+            ) from error
+        if done < len(buffer):
+            raise CheckpointError(
+                f"{self.path / file}: ends inside {name}, and did not before; was it replaced? Start again"
+            )
+        return tensor
+
+
+def _read_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append("no config.json there; give a Hugging Face model folder")
+    except (OSError, ValueError) as error:
+        problems.append(f"config.json cannot be read ({error}); copy or download it again")
+    else:
+        if isinstance(config, dict):
+            return config
+        problems.append("config.json does not describe a model; copy or download it again")
+    return None
