@@ -11,7 +11,8 @@ from pathlib import Path
 from megatron_a3po.config import RunConfig, load_config, to_yaml
 from megatron_a3po.errors import A3poError, ConfigError
 from megatron_a3po.runtime.processes import end_process
-from megatron_a3po.runtime.run_dir import make_log_folder, refuse_used_run_dir
+from megatron_a3po.runtime.resume import plan_resume
+from megatron_a3po.runtime.run_dir import make_log_folder
 
 _CONFIG_MISTAKE = 2
 _FAILED = 1
@@ -50,8 +51,8 @@ def _train(parsed: argparse.Namespace) -> int:
         if parsed.print_config:
             print(to_yaml(config), end="")
             return 0
-        if rank == 0 and config.resume == "none":
-            refuse_used_run_dir(config.run_dir)
+        if rank == 0:
+            plan_resume(config.run_dir, config.resume, to_yaml(config))
         log_file = make_log_folder(config.run_dir) / f"rank{rank}.log"
     except ConfigError as error:
         if rank == 0:

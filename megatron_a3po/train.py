@@ -26,7 +26,7 @@ def train(config: RunConfig) -> None:
     """
     info, timer = RankInfo.from_environment(), PhaseTimer()
     if info.rank == 0:
-        claim_run_dir(config.run_dir, to_yaml(config), resume=config.resume == "auto")
+        claim_run_dir(config.run_dir, to_yaml(config), resume=config.resume != "none")
     waiting = init_distributed(info, config.device, config.actor.collective_timeout_seconds)
     checkpoints = CheckpointManager(config, waiting, timer)
     resumed_step = checkpoints.choose()

@@ -21,6 +21,7 @@ from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.checkpoints import CheckpointStore, newest_valid
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, describe, read_manifest
+from megatron_a3po.runtime.resume import plan_resume, record_origin
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
 from megatron_a3po.runtime.timing import PhaseTimer
 
@@ -47,13 +48,15 @@ class CheckpointManager:
         self._resumed: tuple[Path, Manifest] | None = None
 
     def choose(self) -> int:
-        """The step of the newest valid checkpoint, after which the run goes on; 0 for a run from the start.
+        """The step of the first valid checkpoint of the plan, after which the run goes on; 0 for one from the start.
 
-        Says which checkpoints are not valid, and why. Raises ConfigError if the run has made all of its steps.
+        Says which checkpoints are not valid, and why. Raises ConfigError if none is that the user has named, or if the
+        run has made all of its steps.
         """
-        found = self._store.candidates() if self._rank == 0 and self._config.resume == "auto" else []
-        candidates = [Path(path) for path in broadcast_json([str(path) for path in found], self._group)]
+        candidates, must_resume = self._plan()
         choice = newest_valid(candidates, self._check_together)
+        if must_resume and choice.folder is None:
+            raise ConfigError(f"resume = {self._config.resume}: {'; '.join(choice.rejected.values())}")
         for folder, reason in choice.rejected.items():
             logger.warning("not resumed from %s: %s", folder.name, reason)
         if choice.folder is not None and choice.manifest is not None:
@@ -67,7 +70,17 @@ class CheckpointManager:
         if self._rank == 0:
             for path in self._store.set_aside_after(step if self._resumed is not None else -1):
                 logger.warning("set aside as %s", path.name)
+            record_origin(self._config.run_dir, self._config.resume)
         return step
+
+    def _plan(self) -> tuple[list[Path], bool]:
+        """The plan of rank 0, which has claimed the folder, on every rank."""
+        described = None
+        if self._rank == 0 and self._config.resume != "none":
+            plan = plan_resume(self._config.run_dir, self._config.resume, to_yaml(self._config))
+            described = [list(map(str, plan.candidates)), plan.must_resume]
+        folders, must_resume = broadcast_json(described, self._group) or ([], False)
+        return list(map(Path, folders)), must_resume
 
     def load(self, actor: PolicyActor) -> RolloutState | None:
         """Bring the actor to the chosen checkpoint; returns what the rollouts need, on rank 0. None without one."""

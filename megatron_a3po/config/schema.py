@@ -195,8 +195,11 @@ class RunConfig(_Section):
     """Hugging Face folder (config.json, safetensors, tokenizer) of the starting policy."""
     run_dir: Path
     """Folder of everything that this run writes; it must not hold another run."""
-    resume: Literal["auto", "none"] = "auto"
-    """auto: go on from the newest valid checkpoint in `run_dir`, if there is one. none: the folder must be unused."""
+    resume: Literal["auto", "none"] | Path = "auto"
+    """auto: go on from the newest valid checkpoint in `run_dir`, if there is one. none: the folder must be unused.
+    Or the folder of a checkpoint (run_dir/checkpoints/step_...): of this run, whose later ones are then set aside, or
+    of another one, for an unused `run_dir`. The same command again, as launchers give it, goes on from what the run
+    has saved since; to go back to that folder once more, remove run_dir/checkpoints/resumed_from."""
     num_steps: Positive
     """Training steps; each consumes one batch and ends with a weight publication."""
     max_staleness: Annotated[int, Field(ge=0)] = 2

@@ -6,6 +6,7 @@
     .step_00000030.unfinished/ a save in progress, or what is left of one that was killed
     .step_00000010.deleted/    what is left of a checkpoint that retention took away
     step_00000040.set_aside/   a checkpoint that a resumed run does not continue; for people to look at and remove
+    resumed_from               the checkpoint that the user named to resume from (runtime/resume.py)
 
 A save, with `barrier` standing for whatever makes all ranks wait for each other:
 
@@ -44,11 +45,7 @@ class CheckpointStore:
         self._keep_last, self._keep_every = keep_last, keep_every
 
     def candidates(self) -> list[Path]:
-        """The folders that bear a checkpoint's name, newest step first. Only `check` tells whether they are valid."""
-        if not self._root.is_dir():
-            return []
-        steps = {path: step for path in self._root.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
-        return sorted(steps, key=steps.__getitem__, reverse=True)
+        return checkpoint_folders(self._root)
 
     def unfinished_folder(self, step: int) -> Path:
         """Where all ranks write the checkpoint of this step between `begin` and `commit`."""
@@ -152,6 +149,14 @@ class CheckpointStore:
         except OSError as error:
             return f"what is there cannot be listed now ({error})"
         return f"{newest.name} was saved whole and can be resumed" if newest else "there is no other checkpoint"
+
+
+def checkpoint_folders(root: Path) -> list[Path]:
+    """The folders that bear a checkpoint's name, newest step first. Only `check` tells whether they are valid."""
+    if not root.is_dir():
+        return []
+    steps = {path: step for path in root.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,7 +98,8 @@ def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) 
     lock = lock_run_dir(run_dir)
     try:
         if resume and holds_run(run_dir):
-            _refuse_other_config(run_dir, resolved_config)
+            what = f"run_dir = {run_dir}: the run in this folder"
+            refuse_other_config(run_dir / CONFIG_FILE, resolved_config, what)
             write_durably(run_dir / CONFIG_FILE, resolved_config)
         else:
             refuse_used_run_dir(run_dir)
@@ -149,16 +150,19 @@ def _is_kept(path: Path, number: int, lines: list[bytes], last_step: int) -> boo
         raise ConfigError(f"{path}: line {number} is broken ({error}); repair or remove the line to resume") from None
 
 
-def _refuse_other_config(run_dir: Path, resolved_config: str) -> None:
-    """Raises ConfigError with every key that must not change and did; reports the changes of the others."""
-    stored = _read_stored(run_dir / CONFIG_FILE)
+def refuse_other_config(file: Path, resolved_config: str, what: str) -> None:
+    """Raises ConfigError with every key that must not change and did since `file` was written; logs the other changes.
+
+    `what` begins the message: the run that was started with the former settings.
+    """
+    stored = _read_stored(file)
     changes = differing_keys(stored, yaml.safe_load(resolved_config))
     allowed = {key: change for key, change in changes.items() if any(fnmatchcase(key, name) for name in MAY_CHANGE)}
     refused = [f"\n  {key}: {change}" for key, change in changes.items() if key not in allowed]
     if refused:
         raise ConfigError(
-            f"run_dir = {run_dir}: the run in this folder was started with other settings, with which it cannot be "
-            f"resumed:{''.join(refused)}\nGive these the former values, or start a new run (`run_dir=...`)"
+            f"{what} was started with other settings, with which it cannot be resumed:{''.join(refused)}\n"
+            "Give these the former values, or start a new run (`run_dir=...`)"
         )
     for key, change in allowed.items():
         logger.info("resuming with a changed setting, %s: %s", key, change)

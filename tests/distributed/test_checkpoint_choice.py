@@ -49,6 +49,44 @@ def _choose(folder: str, damage: str) -> None:
 
 
 @pytest.mark.distributed
+def test_a_named_checkpoint_that_is_damaged_ends_every_rank_and_nothing_else_is_chosen(tmp_path: Path) -> None:
+    output = run_ranks(_choose_named, 4, str(tmp_path))
+
+    messages = json.loads(next(line for line in output.splitlines() if line.startswith("[")))
+    assert len(messages) == 4 and len(set(messages)) == 1
+    assert messages[0].startswith("resume = ") and "shard5 has other content than was written" in messages[0]
+
+
+def _choose_named(folder: str) -> None:
+    import torch.distributed as dist
+
+    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.config import RunConfig, to_yaml
+    from megatron_a3po.errors import ConfigError
+    from megatron_a3po.parallel.messages import gather_json
+    from megatron_a3po.runtime.timing import PhaseTimer
+
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    root = Path(folder) / "run" / "checkpoints"
+    named = root / "step_00000020"
+    described = {"model": folder, "run_dir": Path(folder) / "run", "num_steps": 99, "data": {"task": "t"}}
+    config = RunConfig.model_validate(described | {"resume": named})
+    if dist.get_rank() == 0:
+        _save_two(root, to_yaml(config))
+        _damage(named, "flip")
+    dist.barrier()
+    try:
+        message = f"step {CheckpointManager(config, dist.group.WORLD, PhaseTimer()).choose()}"
+    except ConfigError as error:
+        message = str(error)
+    messages = gather_json(message)
+    if dist.get_rank() == 0:
+        print(json.dumps(messages), flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["OSError", "CheckpointException"])
 def test_a_rank_that_cannot_write_stops_all_of_them_and_the_older_checkpoint_stays(tmp_path: Path, kind: str) -> None:
     output = run_ranks(_fail_to_save, 4, str(tmp_path), kind)
@@ -97,7 +135,7 @@ def _fail_to_save(folder: str, kind: str) -> None:
     dist.destroy_process_group()
 
 
-def _save_two(root: Path) -> None:
+def _save_two(root: Path, config: str = "") -> None:
     from megatron_a3po.runtime.checkpoints import CheckpointStore
     from megatron_a3po.runtime.manifest import describe
 
@@ -106,6 +144,7 @@ def _save_two(root: Path) -> None:
         folder = store.begin(step)
         for number in range(NUM_FILES):
             (folder / f"shard{number}").write_bytes(bytes([number, step]) * 1000)
+        (folder / "config.resolved.yaml").write_text(config)
         store.commit(step, describe(folder), {})
 
 
