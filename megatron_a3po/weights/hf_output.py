@@ -1,0 +1,247 @@
+"""A Hugging Face folder that appears under its name when it is whole.
+
+.NAME.unfinished/    is written; what a killed start completed in it, the next one with the same plan keeps
+    .plan.json       {"format": 1, "fingerprint": "9f86..."}: what the shards in the folder are shards of
+    model-00001-of-00002.safetensors ...
+    config.json, tokenizer files, ... of the source folder
+.NAME.replaced/      what had the name before, for the moment between two renames
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.errors import CheckpointError, ConfigError
+from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.weights.hf_folder_checks import INDEX, PICKLE_SUFFIXES, some
+from megatron_a3po.weights.safetensors_format import DTYPE_NAMES, DamagedFile, read_header
+from megatron_a3po.weights.safetensors_writer import SafetensorsWriter
+from megatron_a3po.weights.shards import Shard
+
+_PLAN = ".plan.json"
+_PLAN_FORMAT = 1
+_WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLE_SUFFIXES)
+_COPIED_FOLDERS = ("additional_chat_templates",)
+_SPARE_BYTES = 1 << 20
+"""For each shard, beside its tensors: header and file system."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HfOutput:
+    """The folder `target`, with the weights that are given and all else from `source`.
+
+    shards = plan_shards(...); done = output.begin(shards, origin=...); for each shard whose file name is not in `done`:
+    `with output.writer(shard) as writer: writer.append(name, tensor) ...`; output.finish(shards). One process writes.
+    """
+
+    target: Path
+    source: Path
+    """the Hugging Face folder whose configuration, tokenizer and other files are copied"""
+    quantization_config: Mapping[str, Any] | None = None
+    """what config.json says about the new weights; None: they are not quantised, whatever the source's are"""
+    replace: bool = False
+    """take the place of a folder that has the name; else that is refused"""
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is written until `finish`."""
+        return self.target.with_name(f".{self.target.name}.unfinished")
+
+    @property
+    def _replaced(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.replaced")
+
+    def begin(self, shards: Sequence[Shard] = (), *, origin: str | None = None) -> frozenset[str]:
+        """Make the folder with all files but the weights and config.json. Returns the file names of the shards that an
+        earlier start completed.
+
+        `origin` tells which weights these are, for example by a checkpoint's checksum: shards are kept only from a
+        start with the same origin, shards and quantisation. None: nothing is kept. Raises ConfigError for folders that
+        cannot be used, CheckpointError when there is no space for what is left to write, or nothing can be written.
+        """
+        with self._writing():
+            self._refuse_bad_folders()
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._undo_half_replacement()
+            fingerprint = self._fingerprint(shards, origin)
+            done = self._completed(shards) if origin is not None and self._leftover_of() == fingerprint else frozenset()
+            self._clear(keep=done)
+            copied = _files_to_copy(self.source)
+            left = [shard for shard in shards if shard.file_name not in done]
+            self._refuse_without_space(
+                sum(shard.nbytes + _SPARE_BYTES for shard in left) + sum(path.stat().st_size for path, _ in copied)
+            )
+            self.folder.mkdir(exist_ok=True)
+            sync_folder(self.target.parent)
+            write_durably(self.folder / _PLAN, json.dumps({"format": _PLAN_FORMAT, "fingerprint": fingerprint}) + "\n")
+            for path, name in copied:
+                (self.folder / name).parent.mkdir(exist_ok=True)
+                # Without the permissions: a file that may not be written could not be changed or replaced later.
+                shutil.copyfile(path, self.folder / name)
+        return done
+
+    def writer(self, shard: Shard) -> SafetensorsWriter:
+        """For the tensors of one shard."""
+        return SafetensorsWriter(self.folder / shard.file_name, shard.tensors)
+
+    def finish(self, shards: Sequence[Shard]) -> None:
+        """Write index and config.json and give the folder its name.
+
+        Raises CheckpointError, also when a shard is missing or is not what it should be.
+        """
+        with self._writing():
+            done = self._completed(shards)
+            missing = [shard.file_name for shard in shards if shard.file_name not in done]
+            if missing or not shards:
+                raise CheckpointError(f"{self.target}: shards not written: {some(missing) or 'all'}; start again")
+            weight_map = {spec.name: shard.file_name for shard in shards for spec in shard.tensors}
+            if len(shards) > 1:
+                index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}
+                _write_json(self.folder / INDEX, index)
+            _write_json(self.folder / "config.json", self._config(shards))
+            (self.folder / _PLAN).unlink()
+            for folder, _, names in self.folder.walk():
+                for name in names:
+                    _sync(folder / name)
+                sync_folder(folder)
+            self._give_name()
+
+    def _refuse_bad_folders(self) -> None:
+        _read_config(self.source)
+        if not self.target.name:
+            raise ConfigError(f"{self.target}: the folder needs a name; give its path with the name")
+        if self.target.is_dir() and not self.replace and any(self.target.iterdir()):
+            raise ConfigError(f"{self.target}: is there and not empty; give another folder, or ask for its replacement")
+        if self.target.exists() and not self.target.is_dir():
+            raise ConfigError(f"{self.target}: is there and no folder; give another one")
+        target, source = self.target.resolve(), self.source.resolve()
+        if target == source or target in source.parents:
+            raise ConfigError(f"{self.target}: would replace {self.source}, which is read; give another folder")
+
+    def _undo_half_replacement(self) -> None:
+        """A start that ended between the two renames left the name free, and a whole folder beside it."""
+        if self._replaced.exists() and not self.target.exists():
+            self._replaced.rename(self.target)
+        elif self._replaced.exists():
+            shutil.rmtree(self._replaced)
+
+    def _fingerprint(self, shards: Sequence[Shard], origin: str | None) -> str:
+        tensors = [
+            [shard.file_name, [[spec.name, DTYPE_NAMES[spec.dtype], *spec.shape] for spec in shard.tensors]]
+            for shard in shards
+        ]
+        plan = json.dumps([origin, self.quantization_config, tensors], sort_keys=True)
+        return hashlib.sha256(plan.encode()).hexdigest()
+
+    def _leftover_of(self) -> str | None:
+        """The fingerprint of the start that left an unfinished folder."""
+        try:
+            record = json.loads((self.folder / _PLAN).read_bytes())
+            return record["fingerprint"] if record["format"] == _PLAN_FORMAT else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _completed(self, shards: Sequence[Shard]) -> frozenset[str]:
+        """A shard has its name when its bytes are on the disk; the header tells that it holds what it should."""
+        return frozenset(shard.file_name for shard in shards if _holds(self.folder / shard.file_name, shard))
+
+    def _clear(self, keep: frozenset[str]) -> None:
+        for path in self.folder.iterdir() if self.folder.exists() else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in keep:
+                path.unlink()
+
+    def _refuse_without_space(self, needed_bytes: int) -> None:
+        free_bytes = shutil.disk_usage(self.target.parent).free
+        if free_bytes < needed_bytes:
+            raise CheckpointError(
+                f"{self.target}: needs {_readable(needed_bytes)} more, and the filesystem has {_readable(free_bytes)} "
+                "free; no weights were written; make room, or give a folder on another filesystem"
+            )
+
+    def _config(self, shards: Sequence[Shard]) -> dict[str, Any]:
+        config = _read_config(self.source)
+        for key in ("quantization_config", "compression_config"):
+            config.pop(key, None)
+        if self.quantization_config is not None:
+            config["quantization_config"] = dict(self.quantization_config)
+        sizes: Counter[str] = Counter()
+        for spec in (spec for shard in shards for spec in shard.tensors):
+            if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                sizes[str(spec.dtype).removeprefix("torch.")] += spec.nbytes
+        if sizes:
+            # The old name where there is none: all versions of transformers read it.
+            keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+            config |= dict.fromkeys(keys, sizes.most_common(1)[0][0])
+        return config
+
+    def _give_name(self) -> None:
+        if self.replace and self.target.exists():
+            self.target.rename(self._replaced)
+            self.folder.rename(self.target)
+            sync_folder(self.target.parent)
+            shutil.rmtree(self._replaced, ignore_errors=True)
+        else:
+            self.folder.rename(self.target)
+            sync_folder(self.target.parent)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.target}: could not be written: {error}; what was written is in {self.folder}; make room, or "
+                "give another folder, and start again"
+            ) from error
+
+
+def _files_to_copy(source: Path) -> list[tuple[Path, str]]:
+    """(path, name below the folder) of all that is neither weights nor configuration nor hidden."""
+    paths = [path for folder in (source, *(source / name for name in _COPIED_FOLDERS)) for path in folder.glob("[!.]*")]
+    return [
+        (path, path.relative_to(source).as_posix())
+        for path in sorted(paths)
+        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and path != source / "config.json"
+    ]
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it does not describe a model")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{source}: its config.json cannot be read ({error}); give the Hugging Face folder that the model came from"
+        ) from None
+    return config
+
+
+def _holds(path: Path, shard: Shard) -> bool:
+    try:
+        stored = {tensor.name: (tensor.dtype, tensor.shape) for tensor in read_header(path)}
+    except (OSError, DamagedFile):
+        return False
+    return stored == {spec.name: (DTYPE_NAMES[spec.dtype], spec.shape) for spec in shard.tensors}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_durably(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes:,} bytes ({num_bytes / 2**30:,.2f} GiB)"

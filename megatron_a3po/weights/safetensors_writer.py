@@ -1,0 +1,183 @@
+"""Safetensors files written one tensor at a time; the safetensors library writes dictionaries of tensors only.
+
+A file is written under `.NAME.unfinished` and gets its name when it is whole and on the disk.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.runtime.durable import sync_folder
+from megatron_a3po.weights.safetensors_format import ALIGNMENT, DTYPE_NAMES, TensorSpec, make_header
+
+_RESERVED_HEADER_BYTES = 1 << 20
+"""Of a file whose tensors are not known beforehand: room for some 7,000."""
+_LONGEST_ENTRY_BYTES = 256
+"""What a tensor takes in the header besides its name, at most."""
+
+
+class SafetensorsWriter:
+    """A file whose tensors are known beforehand; they may come in any order. A context manager.
+
+    At the end of the `with` block the file gets its name; an error inside, and a missing tensor, remove it.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
+        """Raises CheckpointError for names that come twice, and when the file cannot be made."""
+        # Larger items first: each tensor then starts at a multiple of its item size, as readers that map files need.
+        ordered = sorted(tensors, key=lambda spec: -spec.dtype.itemsize)
+        self._header = make_header(ordered)
+        self._missing: dict[str, tuple[TensorSpec, int]] = {}
+        offset = len(self._header)
+        for spec in ordered:
+            _refuse_twice(path, spec.name, spec.name in self._missing)
+            self._missing[spec.name] = spec, offset
+            offset += spec.nbytes
+        self._written: set[str] = set()
+        self._file = _UnfinishedFile(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def append(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, from any device, to its place.
+
+        Raises CheckpointError when it is not among the known ones, was written already, has another shape or dtype, or
+        cannot be written.
+        """
+        path = self._file.path
+        _refuse_twice(path, name, name in self._written)
+        if name not in self._missing:
+            raise CheckpointError(f"{path}: {name} does not belong into this file")
+        spec, offset = self._missing[name]
+        if (spec.dtype, spec.shape) != (tensor.dtype, tuple(tensor.shape)):
+            raise CheckpointError(
+                f"{path}: {name} is {list(tensor.shape)} {tensor.dtype}, and was to be {list(spec.shape)} {spec.dtype}"
+            )
+        self._file.write(offset, _bytes_of(tensor))
+        del self._missing[name]
+        self._written.add(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._file as file:
+            if error is None:
+                if self._missing:
+                    missing = list(self._missing)
+                    raise CheckpointError(
+                        f"{file.path}: {len(missing):,} tensors did not come, such as {', '.join(missing[:3])}"
+                    )
+                file.write(0, memoryview(self._header))
+                file.complete()
+
+
+class GrowingSafetensorsWriter:
+    """A file whose tensors are not known beforehand; they lie in it in the order in which they come.
+
+    `complete` gives it its name; without it, the unfinished file stays, for whoever removes the unfinished folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError."""
+        self.path = path
+        self._file = _UnfinishedFile(path)
+        self._tensors: dict[str, TensorSpec] = {}
+        self._header_bytes = ALIGNMENT
+        self._offset = _RESERVED_HEADER_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors so far."""
+        return self._offset - _RESERVED_HEADER_BYTES
+
+    def has_room(self, spec: TensorSpec) -> bool:
+        """Whether the header has, and the tensor would start at a multiple of its item size."""
+        header_bytes = self._header_bytes + _entry_bytes(spec)
+        return header_bytes <= _RESERVED_HEADER_BYTES and self._offset % spec.dtype.itemsize == 0
+
+    def append(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, from any device, behind the others. It must have room. Raises CheckpointError."""
+        spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        _refuse_twice(self._file.path, name, name in self._tensors)
+        assert self.has_room(spec), spec
+        self._file.write(self._offset, _bytes_of(tensor))
+        self._tensors[name] = spec
+        self._offset += spec.nbytes
+        self._header_bytes += _entry_bytes(spec)
+
+    def complete(self) -> tuple[TensorSpec, ...]:
+        """Returns what the file holds. Raises CheckpointError."""
+        header = make_header(self._tensors.values(), reserved_bytes=_RESERVED_HEADER_BYTES)
+        assert len(header) == _RESERVED_HEADER_BYTES, len(header)
+        with self._file as file:
+            file.write(0, memoryview(header))
+            file.complete()
+        return tuple(self._tensors.values())
+
+
+class _UnfinishedFile:
+    """A file that is removed when its `with` block ends, unless it was completed in it. All raise CheckpointError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._unfinished = path.with_name(f".{path.name}.unfinished")
+        with self._writing():
+            # Unbuffered: tensors are larger than any buffer.
+            self._file = self._unfinished.open("wb", buffering=0)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        with self._writing():
+            self._file.seek(offset)
+            done = 0
+            # The kernel takes at most 2 GiB at once.
+            while done < len(data):
+                done += self._file.write(data[done:])
+
+    def complete(self) -> None:
+        """The bytes reach the disk before the name does (runtime/durable.py)."""
+        with self._writing():
+            os.fsync(self._file.fileno())
+            os.replace(self._unfinished, self.path)
+            sync_folder(self.path.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: could not be written: {error}; make room or give another folder, and start again"
+            ) from error
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"a tensor of {tensor.dtype} cannot be written; convert it to a float dtype first")
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _entry_bytes(spec: TensorSpec) -> int:
+    # Six: the longest that JSON makes of one byte of a name (\u0000).
+    return 6 * len(spec.name.encode()) + _LONGEST_ENTRY_BYTES
+
+
+def _refuse_twice(path: Path, name: str, twice: bool) -> None:
+    if twice:
+        raise CheckpointError(f"{path}: {name} comes twice; every tensor belongs into a folder once")
