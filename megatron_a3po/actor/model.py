@@ -1,4 +1,4 @@
-"""The policy as a Megatron-Core model, built and filled by megatron-bridge from a Hugging Face folder."""
+"""The policy as a Megatron-Core model, built by megatron-bridge from a config.json, and filled."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,7 +14,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.precision import model_precision, parameter_dtype
-from megatron_a3po.config import RunConfig
+from megatron_a3po.actor.start_weights import load_start_weights, open_bridge
+from megatron_a3po.config import RunConfig, load_architecture
 from megatron_a3po.config.estimate import VOCAB_MULTIPLE
 
 
@@ -33,13 +33,13 @@ class PolicyModel:
 
 
 def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
-    """Collective over all ranks; the default process group must exist. `config.model`: config.json and safetensors."""
+    """Collective over all ranks; the default process group must exist. `config.model`: config.json and weights."""
     groups = _initialize_parallel_groups(config)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
 
     dtype = parameter_dtype(config.precision)
-    bridge = AutoBridge.from_hf_pretrained(str(config.model.resolve()), torch_dtype=dtype)
+    bridge = open_bridge(config.model.resolve(), dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
     settings = _provider_settings(config, fusions)
     if provider.num_moe_experts:
@@ -61,7 +61,7 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
         pg_collection=groups,
         **({"mixed_precision_wrapper": None} if config.precision == "fp32" else {}),
     )
-    bridge.load_hf_weights(chunks)
+    load_start_weights(chunks, bridge, groups, config.model)
 
     model_config = get_model_config(chunks[0])
     model_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
@@ -69,7 +69,8 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
         # Gradients are reduced while the last microbatch runs backward, and not before.
         waiting = [chunk.no_sync for chunk in chunks]
         model_config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
-    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=bridge.hf_pretrained.config.vocab_size)
+    vocab_size = load_architecture(config.model).vocab_size
+    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=vocab_size)
 
 
 def _initialize_parallel_groups(config: RunConfig) -> ProcessGroupCollection:

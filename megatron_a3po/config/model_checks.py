@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_a3po.config.families import SUPPORTED_ARCHITECTURES, OddFields, architecture_name, read_architecture
 from megatron_a3po.config.layout_checks import architecture_mistakes
 from megatron_a3po.config.mistakes import Mistake
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.config.variants import unbuilt_variants
 
@@ -55,6 +56,11 @@ def _files(folder: Path) -> Iterator[Mistake]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / file).exists():
             yield Mistake("model", str(folder), f"no {file} there", "copy the tokenizer's files into the folder")
+    if has_megatron_weights(folder):
+        if not (folder / MEGATRON_WEIGHTS / "manifest.json").exists():
+            problem = f"no manifest.json in {MEGATRON_WEIGHTS}/"
+            yield Mistake("model", str(folder), problem, "make it with `tools/convert_hf_to_megatron.py`")
+        return
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         yield Mistake("model", str(folder), "no *.safetensors there", "copy the weights into the folder")

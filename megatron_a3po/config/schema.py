@@ -175,6 +175,9 @@ class CheckpointConfig(_Section):
     """Older checkpoints are deleted..."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """... but for those of steps that are a multiple of this; 0: no exception."""
+    preemption_grace_seconds: PositiveFloat = 25
+    """At SIGTERM or SIGUSR1 a run finishes its step, saves, and ends with exit code 75. After so long it ends at once:
+    torchrun kills its ranks 30 s after it was sent a signal itself."""
 
     def is_due(self, step: int, num_steps: int) -> bool:
         return self.every_steps > 0 and (step == num_steps or step % self.every_steps == 0)
@@ -192,7 +195,8 @@ class RunConfig(_Section):
     """One run. The decisions of an experiment stand first; sections hold the rest."""
 
     model: Path
-    """Hugging Face folder (config.json, safetensors, tokenizer) of the starting policy."""
+    """Folder of the starting policy: Hugging Face's (config.json, safetensors, tokenizer), or what
+    tools/convert_hf_to_megatron.py makes of one."""
     run_dir: Path
     """Folder of everything that this run writes; it must not hold another run."""
     resume: Literal["auto", "none"] | Path = "auto"

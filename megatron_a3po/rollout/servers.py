@@ -14,6 +14,7 @@ from typing import Self
 
 import psutil
 
+from megatron_a3po.config.model_files import has_megatron_weights
 from megatron_a3po.cpu import rollout_server
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
@@ -25,6 +26,8 @@ def _sglang_command(model: Path, port: int, arguments: Sequence[str]) -> list[st
     return [
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        # It need not find weights there: all of them are published before the first response.
+        *(("--load-format", "dummy") if has_megatron_weights(model) else ()),
         "--enable-priority-scheduling",
         *rollout_server.server_arguments(),
         *arguments,

@@ -73,7 +73,7 @@ class HfOutput:
             fingerprint = self._fingerprint(shards, origin)
             done = self._completed(shards) if origin is not None and self._leftover_of() == fingerprint else frozenset()
             self._clear(keep=done)
-            copied = _files_to_copy(self.source)
+            copied = model_files(self.source)
             left = [shard for shard in shards if shard.file_name not in done]
             self._refuse_without_space(
                 sum(shard.nbytes + _SPARE_BYTES for shard in left) + sum(path.stat().st_size for path, _ in copied)
@@ -204,7 +204,7 @@ class HfOutput:
             ) from error
 
 
-def _files_to_copy(source: Path) -> list[tuple[Path, str]]:
+def model_files(source: Path) -> list[tuple[Path, str]]:
     """(path, name below the folder) of all that is neither weights nor configuration nor hidden."""
     paths = [path for folder in (source, *(source / name for name in _COPIED_FOLDERS)) for path in folder.glob("[!.]*")]
     return [

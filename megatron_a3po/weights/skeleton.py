@@ -35,7 +35,7 @@ class Parameter:
     """megatron-bridge's WeightConversionTask"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
     """Parameters and the Hugging Face tensors that are made of them: the smallest piece to convert on its own.
 

@@ -1,0 +1,57 @@
+"""The weights that a run starts from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.process_groups_config import ProcessGroupCollection
+from transformers import AutoConfig
+
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.runtime.manifest import check
+
+
+def open_bridge(model: Path, dtype: torch.dtype) -> Any:
+    """megatron-bridge's view of a Hugging Face folder, or of one with Megatron's weights."""
+    if has_megatron_weights(model):
+        return AutoBridge.from_hf_config(AutoConfig.from_pretrained(model))
+    return AutoBridge.from_hf_pretrained(str(model), torch_dtype=dtype)
+
+
+def load_start_weights(
+    chunks: Sequence[torch.nn.Module], bridge: Any, groups: ProcessGroupCollection, model: Path
+) -> None:
+    """Fill this rank's chunks from the folder `model`. Collective. Raises CheckpointError for damaged files."""
+    if has_megatron_weights(model):
+        load_megatron_weights(chunks, groups, model / MEGATRON_WEIGHTS)
+    else:
+        bridge.load_hf_weights(list(chunks))
+
+
+def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection, folder: Path) -> None:
+    """Fill DDP-wrapped chunks from a torch_dist checkpoint of any layout that has a manifest. Collective."""
+    check(folder, dist.get_rank(), dist.get_world_size())
+    metadata = {"singleton_local_shards": False, "dp_cp_group": groups.dp_cp}
+    for chunk in chunks:
+        module: Any = chunk.module
+        wanted = {
+            name: entry
+            for name, entry in module.sharded_state_dict(metadata=metadata).items()
+            # What Transformer Engine keeps for FP8 belongs to a course of training, not to the weights.
+            if not isinstance(entry, ShardedObject)
+        }
+        try:
+            loaded = dist_checkpointing.load(wanted, str(folder))
+        except Exception as error:  # Megatron's, torch's, and for a missing key KeyError
+            raise CheckpointError(
+                f"{folder}: cannot be loaded ({error}); is config.json of the same model? Else convert the model again"
+            ) from error
+        missing = [name for name in module.load_state_dict(loaded, strict=False).missing_keys]
+        if any(not name.endswith("_extra_state") for name in missing):
+            raise CheckpointError(f"{folder}: lacks {', '.join(missing)}; convert the model again")

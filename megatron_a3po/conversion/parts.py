@@ -1,0 +1,34 @@
+"""What both directions of a conversion share: which models can be converted, and how they are cut into files."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.config.families import read_architecture
+from megatron_a3po.config.variants import unbuilt_variants
+from megatron_a3po.errors import ConfigError
+from megatron_a3po.weights.skeleton import Part
+
+
+def refuse_unsupported(described: Mapping[str, Any], model: Path) -> None:
+    """Raises ConfigError, which lists what is supported, for a config.json of a model that would not be built right."""
+    read_architecture(dict(described))
+    variants = [
+        f"{field} = {value!r} (it would be built with {built})"
+        for field, value, built in unbuilt_variants(dict(described))
+    ]
+    if variants:
+        raise ConfigError(f"{model / 'config.json'}: not supported: {'; '.join(variants)}; use another model")
+
+
+def split_parts(parts: Sequence[Part], sizes: Mapping[Part, int], limit: int) -> list[list[Part]]:
+    """Consecutive parts of together at most `limit` bytes; one that is larger is alone."""
+    files: list[list[Part]] = []
+    size = 0
+    for part in parts:
+        if not files or size + sizes[part] > limit:
+            files.append([])
+            size = 0
+        files[-1].append(part)
+        size += sizes[part]
+    return files

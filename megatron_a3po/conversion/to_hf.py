@@ -1,0 +1,144 @@
+"""From Megatron's weights, of a converted folder or of a run's checkpoint, to a Hugging Face folder, file by file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
+from megatron_a3po.conversion.parts import refuse_unsupported, split_parts
+from megatron_a3po.conversion.processes import Processes
+from megatron_a3po.conversion.torch_dist import TorchDistReader
+from megatron_a3po.errors import ConfigError
+from megatron_a3po.runtime.manifest import MANIFEST, check
+from megatron_a3po.runtime.run_dir import CONFIG_FILE
+from megatron_a3po.weights.hf_output import HfOutput
+from megatron_a3po.weights.quantize import (
+    FP8,
+    SCALE_SUFFIX,
+    is_quantized,
+    quantization_config,
+    quantize_blockwise,
+    scale_shape,
+)
+from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.weights.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronSource:
+    """Where the weights are, and where all else about the model is."""
+
+    weights: Path
+    model: Path
+
+
+def find_source(source: Path, model: Path | None) -> MegatronSource:
+    """`model`: the Hugging Face folder with config.json and tokenizer; None: what `source` itself knows.
+
+    Raises ConfigError when either is missing.
+    """
+    weights = source / MEGATRON_WEIGHTS if has_megatron_weights(source) else source
+    if not (weights / MANIFEST).exists():
+        raise ConfigError(
+            f"{source}: no Megatron weights there ({MANIFEST} is missing); give a folder that "
+            "tools/convert_hf_to_megatron.py made, or a checkpoint of a run (run_dir/checkpoints/step_...)"
+        )
+    if model is None and (source / "config.json").exists():
+        model = source
+    elif model is None and (source / CONFIG_FILE).exists():
+        model = Path(yaml.safe_load((source / CONFIG_FILE).read_text(encoding="utf-8"))["model"])
+    if model is None or not (model / "config.json").exists():
+        raise ConfigError(
+            f"{source}: config.json and tokenizer of its model are not {'there' if model is None else f'in {model}'}; "
+            "name the Hugging Face folder that the run started from (--model)"
+        )
+    return MegatronSource(weights=weights, model=model)
+
+
+def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *, fp8: bool) -> None:
+    """Collective over the processes, each of which writes its share of the files.
+
+    Each holds one part of the model at a time. `fp8`: linear weights in FP8 with a scale per block. Raises
+    CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used.
+    """
+    refuse_unsupported(json.loads((source.model / "config.json").read_text(encoding="utf-8")), source.model)
+    manifest = check(source.weights, processes.rank, processes.world_size)
+    skeleton = build_skeleton(source.model)
+    weights = MegatronWeights(skeleton, TorchDistReader(source.weights), fp8=fp8)
+    specs = {part: weights.specs(part) for part in skeleton.parts}
+    sizes = {part: sum(spec.nbytes for spec in found) for part, found in specs.items()}
+    files = split_parts(skeleton.parts, sizes, MAX_SHARD_BYTES)
+    shards = tuple(
+        Shard(file_name=shard_name(number, len(files)), tensors=tuple(spec for part in parts for spec in specs[part]))
+        for number, parts in enumerate(files, 1)
+    )
+    output = HfOutput(target=target, source=source.model, quantization_config=quantization_config() if fp8 else None)
+    origin = "".join(record.sha256 for record in manifest.files.values())
+    done = processes.on_rank_zero(lambda: sorted(output.begin(shards, origin=origin)))
+    mine = [number for number in processes.share(range(len(files))) if shards[number].file_name not in done]
+    with processes.progress("converting", sum(shards[number].nbytes for number in mine)) as advance:
+        for number in mine:
+            with output.writer(shards[number]) as writer:
+                for name, tensor in weights.tensors(files[number]):
+                    writer.append(name, tensor)
+                    advance(tensor.nbytes)
+    processes.on_rank_zero(lambda: output.finish(shards))
+
+
+class MegatronWeights:
+    """Hugging Face's tensors, made part by part of what a checkpoint holds."""
+
+    def __init__(self, skeleton: Skeleton, reader: TorchDistReader, *, fp8: bool) -> None:
+        self._skeleton = skeleton
+        self._reader = reader
+        self._fp8 = fp8
+
+    def specs(self, part: Part) -> list[TensorSpec]:
+        """What `tensors` will give, without reading anything."""
+        hollow = {
+            parameter.name: torch.empty(parameter.shape, dtype=dtype, device="meta")
+            for parameter, dtype in self._dtypes(part)
+        }
+        found = []
+        for name, tensor in self._skeleton.to_hf(part, hollow).items():
+            shape = tuple(tensor.shape)
+            if self._fp8 and is_quantized(name, tensor.ndim):
+                scales = scale_shape(*shape)
+                found.append(TensorSpec(name=name, dtype=FP8, shape=shape))
+                found.append(TensorSpec(name=name + SCALE_SUFFIX, dtype=torch.float32, shape=scales))
+            else:
+                found.append(TensorSpec(name=name, dtype=tensor.dtype, shape=shape))
+        return found
+
+    def tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+        for part in parts:
+            for name, tensor in self._skeleton.to_hf(part, self.read(part)).items():
+                if self._fp8 and is_quantized(name, tensor.ndim):
+                    values, scales = quantize_blockwise(tensor, name)
+                    yield name, values
+                    yield name + SCALE_SUFFIX, scales
+                else:
+                    yield name, tensor
+
+    def read(self, part: Part) -> dict[str, Tensor]:
+        """The whole parameters of a part, by Megatron's names."""
+        values = {parameter.name: torch.empty(parameter.shape, dtype=dtype) for parameter, dtype in self._dtypes(part)}
+        self._reader.read(
+            [
+                piece
+                for parameter in part.parameters
+                for piece in self._skeleton.sharded(parameter, values[parameter.name])
+            ]
+        )
+        return values
+
+    def _dtypes(self, part: Part) -> Iterator[tuple[Any, torch.dtype]]:
+        for parameter in part.parameters:
+            yield parameter, self._reader.dtype(self._skeleton.sharded(parameter)[0].key)

@@ -1,0 +1,151 @@
+"""From a Hugging Face folder to a folder with Megatron's weights, file by file.
+
+What results holds `config.json`, the tokenizer and whatever else was beside the weights, and in `weights/` a checkpoint
+in Megatron's torch_dist format with a manifest. It has no layout: any one can load it.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS
+from megatron_a3po.conversion.parts import refuse_unsupported, split_parts
+from megatron_a3po.conversion.processes import Processes
+from megatron_a3po.conversion.torch_dist import Piece, finish_checkpoint, write_pieces
+from megatron_a3po.conversion.unfinished import UnfinishedFolder
+from megatron_a3po.errors import ConfigError
+from megatron_a3po.runtime.manifest import FileRecord, describe, write_manifest
+from megatron_a3po.weights.hf_folder import HfFolder
+from megatron_a3po.weights.hf_output import model_files
+from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
+
+_FILE_BYTES = 4 * 1024**3
+_MXFP4 = ("_blocks", "_scales")
+"""In whose place one name stands: what the experts of gpt-oss are published as."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Files(Mapping[str, Tensor]):
+    """Reads a tensor when it is asked for."""
+
+    folder: HfFolder
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.folder.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.folder.names())
+
+    def __len__(self) -> int:
+        return len(self.folder.names())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.folder
+
+
+def convert_to_megatron(source: Path, target: Path, processes: Processes) -> None:
+    """Collective over the processes, each of which writes its share of the files.
+
+    Each holds one part of the model at a time. Raises ConfigError for a model that cannot be trained or whose files are
+    not whole, and CheckpointError for a target that is there already and a disk that is too small.
+    """
+    folder = HfFolder.open(source)
+    refuse_unsupported(folder.config, source)
+    skeleton = build_skeleton(source)
+    refuse_other_names(skeleton, folder)
+    sizes = {part: sum(map(folder.nbytes, stored_names(part, folder))) for part in skeleton.parts}
+    files = split_parts(skeleton.parts, sizes, _FILE_BYTES)
+    work = [str(source.resolve()), _identity(folder), [[part.hf_names for part in file] for file in files]]
+    output = UnfinishedFolder(target, work, sum(sizes.values()), processes)
+    weights = output.path / MEGATRON_WEIGHTS
+    processes.on_rank_zero(lambda: _copy_model_files(source, output.path))
+
+    mine = [number for number in processes.share(range(len(files))) if output.noted(str(number)) is None]
+    with processes.progress("converting", sum(sizes[part] for number in mine for part in files[number])) as advance:
+        for number in mine:
+            pieces = write_pieces(weights / f"__{number}_0.distcp", _pieces(skeleton, files[number], folder, advance))
+            output.note(str(number), [piece.model_dump() for piece in pieces])
+    _finish(weights, output, len(files), processes)
+
+
+def _pieces(
+    skeleton: Skeleton, parts: Sequence[Part], folder: HfFolder, advance: Callable[[int], object]
+) -> Iterator[ShardedTensor]:
+    for part in parts:
+        values = skeleton.from_hf(part, _Files(folder=folder))
+        for parameter in part.parameters:
+            yield from skeleton.sharded(parameter, values.pop(parameter.name))
+        advance(sum(map(folder.nbytes, stored_names(part, folder))))
+
+
+def _copy_model_files(source: Path, folder: Path) -> None:
+    (folder / MEGATRON_WEIGHTS).mkdir(exist_ok=True)
+    for file, name in [*model_files(source), (source / "config.json", "config.json")]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / name)
+
+
+def _finish(weights: Path, output: UnfinishedFolder, num_files: int, processes: Processes) -> None:
+    def write_metadata() -> None:
+        finish_checkpoint(
+            weights, [Piece(**piece) for number in range(num_files) for piece in output.noted(str(number))]
+        )
+
+    processes.on_rank_zero(write_metadata)
+    described = describe(weights, processes.rank, processes.world_size)
+    shares = processes.gather({name: [record.size_bytes, record.sha256] for name, record in described.items()})
+    records = {name: FileRecord(*record) for share in shares for name, record in share.items()}
+    processes.on_rank_zero(lambda: write_manifest(weights, 0, records, {"content": "weights"}))
+    output.finish()
+
+
+def stored_names(part: Part, folder: HfFolder) -> list[str]:
+    """The tensors of the folder that the part is made of, as far as they are there."""
+    candidates = [[name, *(name + suffix for suffix in _MXFP4)] for name in part.hf_names]
+    return [name for names in candidates for name in names if name in folder]
+
+
+def refuse_other_names(skeleton: Skeleton, folder: HfFolder) -> None:
+    """Raises ConfigError where the folder misses tensors of the model, or has some that the model has no place for."""
+    used = {name for part in skeleton.parts for name in stored_names(part, folder)}
+    missing = [
+        name
+        for part in skeleton.parts
+        for name in part.hf_names
+        if name not in used and not all(name + suffix in used for suffix in _MXFP4)
+    ]
+    unused = [name for name in folder.names() if name not in used and not _may_be_left_out(name, folder.config)]
+    problems = [("misses", missing), ("has tensors that the model has no place for:", unused)]
+    texts = [f"{what} {', '.join(names[:5])}{_more(names)}" for what, names in problems if names]
+    if texts:
+        raise ConfigError(f"{folder.path}: {'; '.join(texts)}; config.json and weights are of two models")
+
+
+def _may_be_left_out(name: str, described: Mapping[str, Any]) -> bool:
+    """What a checkpoint may hold beside the policy."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is not None and int(layer[1]) >= described["num_hidden_layers"]:
+        return True  # layers for multi-token prediction
+    if name == "lm_head.weight" and described.get("tie_word_embeddings", False):
+        return True
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 5} more" if len(names) > 5 else ""
+
+
+def _identity(folder: HfFolder) -> list[Any]:
+    """By which a source that was replaced between two attempts is recognised."""
+    files = sorted({folder.file_name(name) for name in folder.names()})
+    stats = [(folder.path / file).stat() for file in files]
+    return [
+        dict(folder.config),
+        [[file, stat.st_size, stat.st_mtime_ns] for file, stat in zip(files, stats, strict=True)],
+    ]

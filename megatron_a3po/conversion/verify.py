@@ -1,0 +1,92 @@
+"""Whether a conversion lost anything: every tensor compared bit by bit, and the logits of both models."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from megatron_a3po.config import load_architecture
+from megatron_a3po.conversion.processes import Processes
+from megatron_a3po.conversion.to_hf import MegatronWeights
+from megatron_a3po.conversion.torch_dist import TorchDistReader
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.weights.hf_folder import HfFolder
+from megatron_a3po.weights.quantize import SCALE_SUFFIX, dequantize_blockwise
+from megatron_a3po.weights.skeleton import Part, build_skeleton
+
+_BYTES_PER_PARAMETER = 9
+"""While the logits are compared: float32 weights and the gradients that a trained model has, and some more."""
+
+
+def verify(hf: Path, megatron: Path, processes: Processes, *, fp8: bool = False) -> None:
+    """Compare a Hugging Face folder with a folder of Megatron's weights, and say what was found. Collective.
+
+    `fp8`: the tensors of `hf` were quantised when they were written. Raises CheckpointError where they differ.
+    """
+    number = _compare_tensors(hf, megatron, processes, fp8=fp8)
+    processes.say(f"all {number} tensors are equal bit by bit" + (" to such a quantisation" if fp8 else ""))
+    if HfFolder.open(hf).is_quantized:
+        processes.say("logits not compared: the Hugging Face model computes in FP8")
+    else:
+        processes.say(processes.on_rank_zero(lambda: _compare_logits(hf, megatron)))
+
+
+def _compare_tensors(hf: Path, megatron: Path, processes: Processes, *, fp8: bool) -> int:
+    """Turn Megatron's weights into Hugging Face's again, each process its share; the number of tensors."""
+    folder, skeleton = HfFolder.open(hf), build_skeleton(hf)
+    weights = MegatronWeights(skeleton, TorchDistReader(megatron), fp8=fp8)
+    mine = processes.share(skeleton.parts)
+    num_tensors, different = 0, []
+    with processes.progress("comparing", sum(part.numel for part in mine)) as advance:
+        for part in mine:
+            for name, tensor in _as_read(weights, part):
+                # Only gpt-oss' experts are stored in another form than they are read in.
+                if name in folder:
+                    num_tensors += 1
+                    if not _same_bits(tensor, folder.read(name)):
+                        different.append(name)
+            advance(part.numel)
+    answers = processes.gather([num_tensors, different])
+    names = [name for _, share in answers for name in share]
+    if names:
+        raise CheckpointError(
+            f"{hf} and {megatron} differ in {len(names)} tensors, such as {', '.join(names[:5])}; convert again, and "
+            "should it differ again, report it"
+        )
+    return sum(number for number, _ in answers)
+
+
+def _as_read(weights: MegatronWeights, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """As HfFolder.read gives them: FP8 weights with their scales applied."""
+    made = dict(weights.tensors([part]))
+    for name, tensor in made.items():
+        if name + SCALE_SUFFIX in made:
+            yield name, dequantize_blockwise(tensor, made[name + SCALE_SUFFIX], torch.bfloat16)
+        elif not name.endswith(SCALE_SUFFIX):
+            yield name, tensor
+
+
+def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return torch.equal(ours.contiguous().view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
+
+
+def _compare_logits(hf: Path, megatron: Path) -> str:
+    """Run both models on the same random tokens, in a process of its own, whose memory is its own."""
+    needed = _BYTES_PER_PARAMETER * load_architecture(hf).num_parameters
+    available = psutil.virtual_memory().available
+    if needed > available:
+        return (
+            f"logits not compared: both models in float32 need {needed / 2**30:.1f} GiB of memory, and "
+            f"{available / 2**30:.1f} GiB are free"
+        )
+    command = [sys.executable, "-m", "megatron_a3po.conversion.logits", str(hf), str(megatron)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise CheckpointError(f"the logits could not be compared: {(result.stdout + result.stderr)[-2000:]}")
+    return result.stdout.strip().splitlines()[-1]
