@@ -87,6 +87,8 @@ def read_header(path: Path) -> list[StoredTensor]:
         file.seek(PREFIX_BYTES)
         text = file.read(header_bytes)
     try:
+        if not text.startswith(b"{"):
+            raise ValueError("it does not start with {")
         tensors = _parse(json.loads(text, object_pairs_hook=_unique_names), PREFIX_BYTES + header_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFile(f"has a damaged header ({error}); copy or download it again") from None

@@ -1,0 +1,453 @@
+"""Reading a Hugging Face folder: the same tensors as the safetensors library's, and every mistake in one message."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from megatron_a3po.errors import CheckpointError
+from megatron_a3po.weights.hf_folder import HfFolder, UnusableFolder
+from megatron_a3po.weights.quantize import quantization_config, quantize_blockwise
+from megatron_a3po.weights.safetensors_format import DTYPES, DamagedFile, read_header
+from tests.tiny_models import save_tiny_model
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+FP8 = {"quantization_config": quantization_config()}
+
+
+def write_folder(folder: Path, files: dict[str, dict[str, Tensor]], config: dict[str, Any] | None = None) -> Path:
+    """`files`: file name to tensors; with an index when there are several."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]} | (config or {})))
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
+    if len(files) > 1:
+        write_index(folder, {tensor: name for name, tensors in files.items() for tensor in tensors})
+    return folder
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def two_shards(folder: Path) -> Path:
+    shards = {
+        "model-00001-of-00002.safetensors": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3).bfloat16()},
+        "model-00002-of-00002.safetensors": {"c": torch.arange(4.0).half(), "d": torch.tensor(2.5)},
+    }
+    return write_folder(folder, shards)
+
+
+def problems_of(folder: Path) -> list[str]:
+    with pytest.raises(UnusableFolder) as caught:
+        HfFolder.open(folder)
+    assert str(caught.value).startswith(f"{folder}: ")
+    assert str(caught.value).count("\n  - ") == len(caught.value.problems)
+    return caught.value.problems
+
+
+def the_problem(folder: Path) -> str:
+    (problem,) = problems_of(folder)
+    return problem
+
+
+def test_every_tensor_of_a_model_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+    save_tiny_model("deepseek_v3", tmp_path)
+    reference = load_file(tmp_path / "model.safetensors")
+
+    folder = HfFolder.open(tmp_path)
+
+    assert set(folder.names()) == reference.keys() and len(folder.names()) == len(reference)
+    for name, tensor in reference.items():
+        read = folder.read(name)
+        assert torch.equal(read, tensor) and read.is_contiguous() and name in folder
+        assert (
+            (folder.shape(name), folder.dtype(name)) == (tuple(tensor.shape), tensor.dtype) == (read.shape, read.dtype)
+        )
+        assert folder.nbytes(name) == tensor.nbytes
+    assert folder.config["architectures"] == ["DeepseekV3ForCausalLM"] and not folder.is_quantized
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    dtype=st.sampled_from(["F64", "F32", "F16", "BF16"]),
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_any_bytes_of_any_shape_come_back(
+    tmp_path_factory: pytest.TempPathFactory, dtype: str, shape: list[int], seed: int
+) -> None:
+    itemsize = DTYPES[dtype].itemsize
+    generator = torch.Generator().manual_seed(seed)
+    bytes_ = torch.randint(256, (math.prod(shape) * itemsize,), generator=generator, dtype=torch.uint8)
+    tensor = bytes_.view(DTYPES[dtype]).view(shape)
+    folder = write_folder(tmp_path_factory.mktemp("any"), {"model.safetensors": {"a": torch.zeros(3), "x": tensor}})
+
+    read = HfFolder.open(folder).read("x")
+
+    assert (read.shape, read.dtype) == (tensor.shape, tensor.dtype)
+    assert torch.equal(read.view(-1).view(torch.uint8), bytes_)
+
+
+def test_names_come_in_the_order_of_files_and_bytes(tmp_path: Path) -> None:
+    folder = HfFolder.open(two_shards(tmp_path))
+
+    places = [(folder.file_name(name), header_start(tmp_path, folder, name)) for name in folder.names()]
+    assert places == sorted(places) and len(places) == 4
+    assert folder.file_name("c") == "model-00002-of-00002.safetensors"
+
+
+def header_start(path: Path, folder: HfFolder, name: str) -> int:
+    return next(tensor.start for tensor in read_header(path / folder.file_name(name)) if tensor.name == name)
+
+
+def test_a_tensor_that_was_read_owns_its_memory(tmp_path: Path) -> None:
+    folder = HfFolder.open(write_folder(tmp_path, {"model.safetensors": {"a": torch.ones(4)}}))
+    read = folder.read("a")
+    read += 1
+
+    assert folder.read("a").tolist() == [1.0] * 4
+
+
+def memory_kib(line: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0])
+
+
+def test_reading_needs_no_more_memory_than_the_tensor(tmp_path: Path) -> None:
+    """By the process's resident memory: the pages of a mapped file would count."""
+    size = 36 << 20  # glibc gives at most 32 MiB from memory that it may keep
+    tensors = {str(index): torch.ones(size // 4) for index in range(3)}
+    folder = HfFolder.open(write_folder(tmp_path, {"model.safetensors": tensors}))
+    del tensors
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = memory_kib("VmRSS")
+    for name in folder.names():
+        folder.read(name)
+
+    assert memory_kib("VmHWM") - before < (size + (8 << 20)) >> 10
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:
+    two_shards(tmp_path)
+    save_file({"a": torch.zeros(9)}, tmp_path / "consolidated.safetensors")  # as Mistral publishes beside the shards
+
+    assert HfFolder.open(tmp_path).shape("a") == (2, 3)
+
+
+def test_shards_need_no_index(tmp_path: Path) -> None:
+    two_shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+
+    assert set(HfFolder.open(tmp_path).names()) == set("abcd")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def extend(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def break_header(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[12] = 0xFF
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def make_pointer(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+
+
+def make_other_format(path: Path) -> None:
+    path.write_bytes(b"\xff" * 4096)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (Path.unlink, r"is missing, where model\.safetensors\.index\.json has 2 tensors; copy or download it"),
+        (cut, r"has [\d,]+ bytes, and its header describes [\d,]+; copy or download it again"),
+        (extend, r"has [\d,]+ bytes, and its header describes"),
+        (break_header, "has a damaged header .*; copy or download it again"),
+        (empty, r"is cut off, or no safetensors file \(0 bytes\)"),
+        (lambda path: os.truncate(path, 20), "is cut off"),
+        (make_other_format, "is cut off, or no safetensors file"),
+        (make_pointer, "is only a pointer to the file; run `git lfs pull`"),
+    ],
+)
+def test_a_damaged_shard_is_named_once_with_its_remedy(
+    tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    damage(two_shards(tmp_path) / "model-00002-of-00002.safetensors")
+
+    problem = the_problem(tmp_path)
+    assert problem.startswith("model-00002-of-00002.safetensors ")
+    assert re.search(says, problem), problem
+
+
+def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    cut(folder / "model-00001-of-00002.safetensors")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    (folder / "config.json").write_text("{")
+
+    problems = problems_of(folder)
+    assert len(problems) == 3
+    assert "config.json cannot be read" in problems[0] and "copy or download it again" in problems[0]
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    assert "no such folder" in the_problem(tmp_path / "nowhere")
+    assert "no such folder" in the_problem(write_folder(tmp_path, {}) / "config.json")
+    assert the_problem(tmp_path) == "no *.safetensors there; copy or download the weights"
+    (tmp_path / "config.json").unlink()
+    assert [problem.split(";")[0] for problem in problems_of(tmp_path)] == [
+        "no config.json there",
+        "no *.safetensors there",
+    ]
+
+
+def test_a_link_to_nothing_is_a_missing_file(tmp_path: Path) -> None:
+    """As in a cache of downloads from which files were removed."""
+    shard = two_shards(tmp_path) / "model-00001-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to(tmp_path / "blobs" / "1a2b")
+
+    assert "model-00001-of-00002.safetensors is missing" in the_problem(tmp_path)
+
+
+def test_a_shard_that_the_names_of_the_others_imply_is_missed_without_an_index(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {"model-00001-of-00003.safetensors": {"a": torch.ones(1)}})
+
+    assert [problem.split(";")[0] for problem in problems_of(folder)] == [
+        "model-00002-of-00003.safetensors is missing",
+        "model-00003-of-00003.safetensors is missing",
+    ]
+
+
+def test_pickles_are_not_read_and_the_way_to_convert_them_is_told(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, {})
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+
+    problem = the_problem(folder)
+    assert "pytorch_model.bin" in problem and "convert them to safetensors" in problem
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ("{", "model.safetensors.index.json cannot be read"),
+        ("[]", "model.safetensors.index.json cannot be read"),
+        ('{"weight_map": {}}', "model.safetensors.index.json cannot be read (weight_map is not what it should be)"),
+        ('{"weight_map": {"a": 1}}', "model.safetensors.index.json cannot be read (weight_map is not what"),
+        ('{"weight_map": {"a": "../x.safetensors"}}', "names files outside the folder: ../x.safetensors"),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path: Path, index: str, problem: str) -> None:
+    (two_shards(tmp_path) / "model.safetensors.index.json").write_text(index)
+
+    assert problem in the_problem(tmp_path)
+
+
+def test_an_index_that_disagrees_with_the_files_is_told_in_which_tensors(tmp_path: Path) -> None:
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    folder = two_shards(tmp_path)
+    write_index(folder, {"a": second, "c": second, "e": first, "f": first})
+
+    problems = problems_of(folder)
+    assert [problem.split(";")[0] for problem in problems] == [
+        f"{first} does not hold e, f, which model.safetensors.index.json has there",
+        f"{first} holds a, which model.safetensors.index.json has in {second}",
+        f"{first} holds b, which model.safetensors.index.json does not name",
+        f"{second} holds d, which model.safetensors.index.json does not name",
+    ]
+
+
+def test_a_tensor_in_two_files_is_told(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    save_file({"c": torch.ones(1), "a": torch.ones(1)}, folder / "model-00002-of-00002.safetensors")
+    write_index(
+        folder,
+        {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}
+        | {"c": "model-00002-of-00002.safetensors"},
+    )
+
+    assert the_problem(folder).startswith(
+        "model-00001-of-00002.safetensors and model-00002-of-00002.safetensors both hold a;"
+    )
+
+
+def test_one_file_beside_shards_that_are_another_model_is_refused(tmp_path: Path) -> None:
+    folder = two_shards(tmp_path)
+    save_file({"z": torch.ones(1)}, folder / "model.safetensors")
+    assert "model.safetensors is not in model.safetensors.index.json; remove" in the_problem(folder)
+
+    (folder / "model.safetensors.index.json").unlink()
+    assert "model.safetensors and model-00001-of-00002.safetensors" in the_problem(folder)
+
+
+def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
+    tensors = {f"layer.{index:04}.qweight": torch.zeros(1, dtype=torch.int32) for index in range(1003)}
+    problem = the_problem(write_folder(tmp_path, {"model.safetensors": tensors}))
+
+    assert "and 1,000 more: I32 is no dtype of weights here" in problem and len(problem) < 300
+
+
+def fp8_tensors(rows: int = 200, cols: int = 130) -> dict[str, Tensor]:
+    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+    values, scales = quantize_blockwise(weight)
+    return {Q_PROJ: values, f"{Q_PROJ}_scale_inv": scales, "model.norm.weight": torch.ones(4).bfloat16()}
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])  # DeepSeek-V3's and Qwen3's
+def test_fp8_weights_appear_as_what_they_stand_for(tmp_path: Path, scale_dtype: torch.dtype) -> None:
+    tensors = fp8_tensors()
+    scales = tensors[f"{Q_PROJ}_scale_inv"] = tensors[f"{Q_PROJ}_scale_inv"].to(scale_dtype)
+    folder = HfFolder.open(write_folder(tmp_path, {"model.safetensors": tensors}, FP8))
+
+    assert sorted(folder.names()) == [Q_PROJ, "model.norm.weight"] and folder.is_quantized
+    assert f"{Q_PROJ}_scale_inv" not in folder
+    assert (folder.shape(Q_PROJ), folder.dtype(Q_PROJ), folder.nbytes(Q_PROJ)) == ((200, 130), torch.bfloat16, 52000)
+    read = folder.read(Q_PROJ)
+    assert read.dtype == torch.bfloat16
+    for row, col in [(0, 0), (127, 127), (128, 0), (199, 129), (0, 128)]:
+        exact = float(tensors[Q_PROJ][row, col]) * float(scales[row // 128, col // 128])
+        assert read[row, col] == torch.tensor(exact).bfloat16()
+
+
+def test_weight_and_scales_may_lie_in_different_files(tmp_path: Path) -> None:
+    tensors = fp8_tensors()
+    scales = {f"{Q_PROJ}_scale_inv": tensors.pop(f"{Q_PROJ}_scale_inv")}
+    files = {"model-00001-of-00002.safetensors": tensors, "model-00002-of-00002.safetensors": scales}
+
+    assert HfFolder.open(write_folder(tmp_path, files, FP8)).read(Q_PROJ).shape == (200, 130)
+
+
+SCALES = f"{Q_PROJ}_scale_inv"
+NOT_BLOCKS = "scales that are not of 128 x 128 blocks"
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({SCALES: None}, f"FP8 without scale_inv: {Q_PROJ}"),
+        ({SCALES: torch.ones(2, 1)}, f"{NOT_BLOCKS} in F32, BF16, F16: {Q_PROJ} [200, 130] with scales [2, 1] F32"),
+        ({SCALES: torch.ones(2, 2, dtype=torch.float64)}, f"{NOT_BLOCKS} in F32, BF16, F16"),
+        ({SCALES: torch.ones(())}, f"{NOT_BLOCKS} in F32, BF16, F16"),
+        ({Q_PROJ: torch.ones(200, 130)}, "config.json says quant_method fp8, but no tensor is F8_E4M3"),
+        ({Q_PROJ: torch.zeros(200, 130, dtype=torch.float8_e5m2)}, f"{Q_PROJ}: F8_E5M2 is no dtype of weights here"),
+        ({"other_scale_inv": torch.ones(1)}, "scales of no FP8 weight: other_scale_inv"),
+        ({"x": torch.zeros(1, 2, 2).to(torch.float8_e4m3fn), "x_scale_inv": torch.ones(1, 1)}, "x [1, 2, 2] with"),
+    ],
+)
+def test_fp8_that_does_not_fit_its_scales_is_refused(
+    tmp_path: Path, changed: dict[str, Tensor | None], problem: str
+) -> None:
+    tensors = {name: tensor for name, tensor in (fp8_tensors() | changed).items() if tensor is not None}
+
+    assert any(problem in found for found in problems_of(write_folder(tmp_path, {"model.safetensors": tensors}, FP8)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"weight_block_size": [1, 128]}, "FP8 with weight_block_size = [1, 128] cannot be read, only [128, 128]"),
+        ({"weight_block_size": None}, "FP8 with weight_block_size = None"),
+        ({"activation_scheme": "static"}, "FP8 with activation_scheme = 'static'"),
+        ({"fmt": "e5m2"}, "FP8 with fmt = 'e5m2'"),
+        ({"quant_method": "gptq"}, "weights quantised by 'gptq' cannot be read; give the model's original weights"),
+        ({"quant_method": "compressed-tensors"}, "weights quantised by 'compressed-tensors'"),
+    ],
+)
+def test_other_kinds_of_quantisation_are_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
+    config = {"quantization_config": quantization_config() | settings}
+
+    assert problem in the_problem(write_folder(tmp_path, {"model.safetensors": fp8_tensors()}, config))
+
+
+def test_a_gptq_model_is_one_problem_and_not_one_for_each_tensor(tmp_path: Path) -> None:
+    tensors = {"a.qweight": torch.zeros(2, dtype=torch.int32), "a.scales": torch.ones(2).half()}
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+    assert "'gptq'" in the_problem(write_folder(tmp_path, {"model.safetensors": tensors}, config))
+
+
+def test_fp8_without_a_word_of_it_in_the_configuration_is_refused(tmp_path: Path) -> None:
+    problem = the_problem(write_folder(tmp_path, {"model.safetensors": fp8_tensors()}))
+
+    assert problem == f"config.json tells of no FP8, but {Q_PROJ} are F8_E4M3; copy config.json again"
+
+
+def test_packed_experts_of_gpt_oss_appear_as_they_are(tmp_path: Path) -> None:
+    packed = {
+        f"model.layers.0.mlp.experts.down_proj_{kind}": torch.arange(4, dtype=torch.uint8)
+        for kind in ("blocks", "scales")
+    }
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    folder = HfFolder.open(write_folder(tmp_path, {"model.safetensors": packed}, config))
+
+    assert set(folder.names()) == packed.keys()
+    assert all(torch.equal(folder.read(name), tensor) for name, tensor in packed.items())
+
+
+def test_float32_beside_bfloat16_is_normal(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2).bfloat16(), "mlp.gate.e_score_correction_bias": torch.ones(2)}
+    folder = HfFolder.open(write_folder(tmp_path, {"model.safetensors": tensors}, {"torch_dtype": "bfloat16"}))
+
+    assert [folder.dtype(name) for name in sorted(tensors)] == [torch.float32, torch.bfloat16]
+
+
+def test_a_file_that_became_shorter_after_opening_is_noticed(tmp_path: Path) -> None:
+    folder = HfFolder.open(two_shards(tmp_path))
+    path = tmp_path / folder.file_name("d")
+    last = max("cd", key=lambda name: header_start(tmp_path, folder, name))
+    cut(path)
+    with pytest.raises(CheckpointError, match=f"ends inside {last}"):
+        folder.read(last)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        folder.read("c")
+
+
+@settings(max_examples=100, deadline=None)
+@given(changes=st.lists(st.tuples(st.integers(0, 239), st.integers(0, 255)), min_size=1, max_size=3), cut=st.booleans())
+def test_a_header_is_read_if_and_only_if_the_library_reads_it(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], cut: bool
+) -> None:
+    content = bytearray(save({"a": torch.ones(2, 3), "b": torch.zeros(0), "c": torch.ones(4).bfloat16()}))
+    for place, value in changes:
+        content[place % len(content)] = value
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(content[: -1 if cut else None])
+    try:
+        with safe_open(path, "pt") as file:
+            expected = set(file.keys())
+    except Exception:
+        expected = None
+
+    try:
+        tensors = read_header(path)
+    except DamagedFile:
+        assert expected is None
+    else:
+        # Dtypes that the library does not know are for the folder to refuse: it tells the tensors.
+        if all(tensor.dtype in DTYPES for tensor in tensors):
+            assert {tensor.name for tensor in tensors} == expected
