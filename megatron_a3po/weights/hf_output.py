@@ -38,7 +38,9 @@ class HfOutput:
     """The folder `target`, with the weights that are given and all else from `source`.
 
     shards = plan_shards(...); done = output.begin(shards, origin=...); for each shard whose file name is not in `done`:
-    `with output.writer(shard) as writer: writer.append(name, tensor) ...`; output.finish(shards). One process writes.
+    `with output.writer(shard) as writer: writer.append(name, tensor) ...`; output.finish(shards).
+
+    One process begins and finishes; the shards between may be written by several, which then wait for each other.
     """
 
     target: Path
@@ -100,7 +102,8 @@ class HfOutput:
             done = self._completed(shards)
             missing = [shard.file_name for shard in shards if shard.file_name not in done]
             if missing or not shards:
-                raise CheckpointError(f"{self.target}: shards not written: {some(missing) or 'all'}; start again")
+                what = f"shards not written: {some(missing)}; start again" if missing else "no tensor to write"
+                raise CheckpointError(f"{self.target}: {what}")
             weight_map = {spec.name: shard.file_name for shard in shards for spec in shard.tensors}
             if len(shards) > 1:
                 index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}

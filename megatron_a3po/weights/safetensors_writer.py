@@ -30,7 +30,9 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
-        """Raises CheckpointError for names that come twice, and when the file cannot be made."""
+        """Raises CheckpointError for names that come twice, unknown dtypes, and when the file cannot be made."""
+        for spec in tensors:
+            _refuse_dtype(path, spec.name, spec.dtype)
         # Larger items first: each tensor then starts at a multiple of its item size, as readers that map files need.
         ordered = sorted(tensors, key=lambda spec: -spec.dtype.itemsize)
         self._header = make_header(ordered)
@@ -61,7 +63,7 @@ class SafetensorsWriter:
             raise CheckpointError(
                 f"{path}: {name} is {list(tensor.shape)} {tensor.dtype}, and was to be {list(spec.shape)} {spec.dtype}"
             )
-        self._file.write(offset, _bytes_of(tensor))
+        self._file.write(offset, tensor)
         del self._missing[name]
         self._written.add(name)
 
@@ -75,8 +77,7 @@ class SafetensorsWriter:
                     raise CheckpointError(
                         f"{file.path}: {len(missing):,} tensors did not come, such as {', '.join(missing[:3])}"
                     )
-                file.write(0, memoryview(self._header))
-                file.complete()
+                file.complete(self._header)
 
 
 class GrowingSafetensorsWriter:
@@ -106,9 +107,10 @@ class GrowingSafetensorsWriter:
     def append(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, from any device, behind the others. It must have room. Raises CheckpointError."""
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-        _refuse_twice(self._file.path, name, name in self._tensors)
+        _refuse_twice(self.path, name, name in self._tensors)
+        _refuse_dtype(self.path, name, tensor.dtype)
         assert self.has_room(spec), spec
-        self._file.write(self._offset, _bytes_of(tensor))
+        self._file.write(self._offset, tensor)
         self._tensors[name] = spec
         self._offset += spec.nbytes
         self._header_bytes += _entry_bytes(spec)
@@ -118,8 +120,7 @@ class GrowingSafetensorsWriter:
         header = make_header(self._tensors.values(), reserved_bytes=_RESERVED_HEADER_BYTES)
         assert len(header) == _RESERVED_HEADER_BYTES, len(header)
         with self._file as file:
-            file.write(0, memoryview(header))
-            file.complete()
+            file.complete(header)
         return tuple(self._tensors.values())
 
 
@@ -133,17 +134,14 @@ class _UnfinishedFile:
             # Unbuffered: tensors are larger than any buffer.
             self._file = self._unfinished.open("wb", buffering=0)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        with self._writing():
-            self._file.seek(offset)
-            done = 0
-            # The kernel takes at most 2 GiB at once.
-            while done < len(data):
-                done += self._file.write(data[done:])
+    def write(self, offset: int, tensor: Tensor) -> None:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        self._write(offset, memoryview(flat.view(torch.uint8).numpy()))
 
-    def complete(self) -> None:
-        """The bytes reach the disk before the name does (runtime/durable.py)."""
+    def complete(self, header: bytes) -> None:
+        self._write(0, memoryview(header))
         with self._writing():
+            # The bytes reach the disk before the name does (runtime/durable.py).
             os.fsync(self._file.fileno())
             os.replace(self._unfinished, self.path)
             sync_folder(self.path.parent)
@@ -157,6 +155,14 @@ class _UnfinishedFile:
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
 
+    def _write(self, offset: int, data: memoryview) -> None:
+        with self._writing():
+            self._file.seek(offset)
+            done = 0
+            # The kernel takes at most 2 GiB at once.
+            while done < len(data):
+                done += self._file.write(data[done:])
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -167,12 +173,6 @@ class _UnfinishedFile:
             ) from error
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"a tensor of {tensor.dtype} cannot be written; convert it to a float dtype first")
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
 def _entry_bytes(spec: TensorSpec) -> int:
     # Six: the longest that JSON makes of one byte of a name (\u0000).
     return 6 * len(spec.name.encode()) + _LONGEST_ENTRY_BYTES
@@ -181,3 +181,8 @@ def _entry_bytes(spec: TensorSpec) -> int:
 def _refuse_twice(path: Path, name: str, twice: bool) -> None:
     if twice:
         raise CheckpointError(f"{path}: {name} comes twice; every tensor belongs into a folder once")
+
+
+def _refuse_dtype(path: Path, name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{path}: {name} is {dtype}, which the format does not have; convert it to a float dtype")
