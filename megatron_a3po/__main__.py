@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 import traceback
@@ -10,13 +11,12 @@ from pathlib import Path
 
 from megatron_a3po.config import RunConfig, load_config, to_yaml
 from megatron_a3po.errors import A3poError, ConfigError
-from megatron_a3po.runtime.processes import end_process
+from megatron_a3po.runtime.processes import die_with_parent, end_process
 from megatron_a3po.runtime.resume import plan_resume
 from megatron_a3po.runtime.run_dir import make_log_folder
 
 _CONFIG_MISTAKE = 2
 _FAILED = 1
-_INTERRUPTED = 130
 _LET_OTHERS_SPEAK_SECONDS = 3.0
 
 
@@ -67,23 +67,37 @@ def _train(parsed: argparse.Namespace) -> int:
 def _run(config: RunConfig, rank: int, log_file: Path) -> int:
     """Train with the screen, signals and exit codes of a command."""
     from megatron_a3po.runtime.logging import configure_logging, logger, redirect_output
-    from megatron_a3po.runtime.processes import Interrupted, die_on_signals, die_with_parent, raise_on_signals
+    from megatron_a3po.runtime.signals import (
+        INTERRUPTED_EXIT_CODE,
+        PREEMPTED_EXIT_CODE,
+        Interrupted,
+        Preempted,
+        Preemption,
+    )
 
-    die_with_parent()
-    raise_on_signals() if rank == 0 else die_on_signals()
+    # Only rank 0 has something to clean up.
+    die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
+    preemption = Preemption()
+    saves = config.checkpoint.every_steps > 0
+    preemption.watch(
+        grace_seconds=config.checkpoint.preemption_grace_seconds if saves else None, raise_interrupted=rank == 0
+    )
     screen = redirect_output(log_file)
     configure_logging(screen if rank == 0 else None)
     try:
         from megatron_a3po.train import train
 
-        train(config)
+        train(config, preemption)
+    except Preempted as preempted:
+        logger.warning("%s", preempted)
+        return PREEMPTED_EXIT_CODE
     except Interrupted as interrupted:
         logger.error(
             "ended by %s, with everything that the run had started%s",
             interrupted,
             "; if nobody sent it, another rank ended before" if str(interrupted) == "SIGTERM" else "",
         )
-        return _INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except BaseException as error:
         # torchrun ends all ranks as soon as one has ended. Most often rank 0 knows best what went wrong; but a broken
         # connection is the echo of another rank's end, and that one must have spoken.

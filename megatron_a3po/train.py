@@ -11,6 +11,7 @@ from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.recorder import RunRecorder
 from megatron_a3po.runtime.run_dir import claim_run_dir
+from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
 from megatron_a3po.weights.export import save_hf_folder
@@ -18,12 +19,13 @@ from megatron_a3po.weights.gather import gather_hf_tensors
 from megatron_a3po.weights.publisher import WeightPublisher
 
 
-def train(config: RunConfig) -> None:
+def train(config: RunConfig, preemption: Preemption | None = None) -> None:
     """Train by A-3PO: sample ahead of the trainer, learn from slightly stale responses, publish after every step.
 
     Collective over the ranks that torchrun started. Everything that the run leaves is in `config.run_dir`; if there is
-    a checkpoint, the run goes on from there.
+    a checkpoint, the run goes on from there. Raises Preempted when `preemption` has asked a rank to stop.
     """
+    preemption = preemption or Preemption()
     info, timer = RankInfo.from_environment(), PhaseTimer()
     if info.rank == 0:
         claim_run_dir(config.run_dir, to_yaml(config), resume=config.resume != "none")
@@ -32,7 +34,7 @@ def train(config: RunConfig) -> None:
     resumed_step = checkpoints.choose()
     recorder = RunRecorder(config, rank=info.rank, timer=timer, resumed_step=resumed_step)
 
-    with RolloutSource(config, rank=info.rank, waiting=waiting, timer=timer) as rollouts:
+    with RolloutSource(config, rank=info.rank, waiting=waiting, timer=timer, preemption=preemption) as rollouts:
         recorder.message(f"run folder {config.run_dir}; building {info.world_size} actors")
         actor = build_actor(config, device=torch.device(config.device), timer=timer)
         servers = rollouts.connect(recorder.message)
@@ -52,14 +54,16 @@ def train(config: RunConfig) -> None:
             recorder.start(publish(), rollouts.evaluate() if resumed_step == 0 else None)
             for step in range(resumed_step + 1, config.num_steps + 1):
                 batch = rollouts.next_batch()
+                if rollouts.stopped_by:
+                    checkpoints.save_before_end(step - 1, actor, rollouts.state)
+                    preemption.end_run(step - 1, rollouts.stopped_by)
                 advantages = batch_advantages(batch, config)
                 metrics = actor.train_step(batch, advantages.values) | batch_metrics(batch, advantages, step - 1)
                 metrics |= publish()
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
-                if config.checkpoint.is_due(step, config.num_steps):
-                    checkpoints.save(step, actor, rollouts.state())
+                checkpoints.save_if_due(step, actor, rollouts.state)
             save_hf_folder(gather(), config.model, config.run_dir / "model", rank=info.rank)
         recorder.finish(rollouts.ledger_counts())
 

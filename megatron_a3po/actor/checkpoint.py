@@ -46,6 +46,8 @@ class CheckpointManager:
             keep_every=config.checkpoint.keep_every,
         )
         self._resumed: tuple[Path, Manifest] | None = None
+        self._saved_step = 0
+        """The newest that a resumed run would go on from; 0: from the start."""
 
     def choose(self) -> int:
         """The step of the first valid checkpoint of the plan, after which the run goes on; 0 for one from the start.
@@ -61,7 +63,7 @@ class CheckpointManager:
             logger.warning("not resumed from %s: %s", folder.name, reason)
         if choice.folder is not None and choice.manifest is not None:
             self._resumed = choice.folder, choice.manifest
-        step = self._resumed[1].step if self._resumed is not None else 0
+        step = self._saved_step = self._resumed[1].step if self._resumed is not None else 0
         if self._resumed is not None and step >= self._config.num_steps:
             raise ConfigError(
                 f"run_dir = {self._config.run_dir}: this run has made its {step} steps; raise num_steps to go on with "
@@ -90,6 +92,16 @@ class CheckpointManager:
         actor.load(folder, same_layout=manifest.facts["layout"] == self._layout())
         return load_rollout_state(folder / ROLLOUTS_FILE) if self._rank == 0 else None
 
+    def save_if_due(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
+        """To be called after every step. `rollouts` gives what rank 0 knows of them."""
+        if self._config.checkpoint.is_due(step, self._config.num_steps):
+            self.save(step, actor, rollouts())
+
+    def save_before_end(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
+        """Save the last step that was made, unless it is saved already, or none was made."""
+        if step > self._saved_step:
+            self.save(step, actor, rollouts())
+
     def save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None) -> None:
         """Write the checkpoint of this step. `rollouts`: on rank 0. Raises CheckpointError on every rank."""
         with self._timer.phase("checkpoint"):
@@ -104,6 +116,7 @@ class CheckpointManager:
         records = {name: FileRecord(**record) for share in described for name, record in share.items()}
         facts = {"layout": self._layout(), "version": actor.version}
         self._on_rank_zero(lambda: store.commit(step, records, facts))
+        self._saved_step = step
 
     def _write_training_state(self, step: int, folder: Path, actor: PolicyActor) -> None:
         """A rank that fails in the midst of Megatron's collectives leaves the others to their timeout."""

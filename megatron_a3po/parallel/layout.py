@@ -39,9 +39,21 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
     timeout = timedelta(seconds=timeout_seconds)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        store = _store(info, timeout)
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     waiting = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
     assert isinstance(waiting, dist.ProcessGroup)
     return waiting
+
+
+def _store(info: RankInfo, timeout: timedelta) -> dist.Store:
+    """torchrun's store, in which restarted ranks do not find the addresses of those that ended before."""
+    store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
+    # With several nodes the counts of the nodes may differ; there torchrun has to be told to make a new store, see the
+    # README.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    assert isinstance(store, dist.Store)
+    return store

@@ -33,11 +33,14 @@ class RolloutCollector:
         self._buffer.set_version(version)
         self._version_changed.set()
 
-    async def next_batch(self) -> list[Trajectory]:
-        """The next batch in issue order. Raises whatever ended the collection, instead of waiting for ever."""
+    async def batch_complete(self) -> None:
+        """Wait until `take_batch` can be called; may be cancelled. Raises whatever ended the collection meanwhile."""
         while self._buffer.missing():
             self._group_added.clear()
             await self.or_failure(self._group_added.wait())
+
+    async def take_batch(self) -> list[Trajectory]:
+        """The next batch in issue order."""
         return self._buffer.take()
 
     async def or_failure[T](self, work: Awaitable[T]) -> T:

@@ -1,36 +1,26 @@
 """Rollouts as the training loop sees them: the same batch on every rank, whoever collected it."""
 
-import json
 import math
 from collections.abc import Callable
-from concurrent.futures import wait
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.data.buffer import StalenessBuffer, check_versions
-from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.prompts import PromptSet, load_prompts
+from megatron_a3po.data.buffer import check_versions
 from megatron_a3po.data.rollout_state import RolloutState
-from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.parallel.broadcast import broadcast_trajectories
-from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.sampler import Sampler
-from megatron_a3po.rollout.servers import LocalServer
-from megatron_a3po.runtime.logging import logger
+from megatron_a3po.rollout.rank_zero import RankZeroRollouts
+from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
 
-_CLOSE_SECONDS = 10.0
-_HEARTBEAT_SECONDS = 20.0
+_LOOK_SECONDS = 1.0
+"""How long rank 0 waits for a batch before all ranks look whether one was asked to stop."""
 _CHECK_TOKENS = 16
 """Of a response that only compares log-probs: the trainer waits for it after every publication."""
 
@@ -41,14 +31,25 @@ class RolloutSource:
     Entering starts a local server, if the config asks for one, without waiting for it.
     """
 
-    def __init__(self, config: RunConfig, *, rank: int, waiting: dist.ProcessGroup, timer: PhaseTimer) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        rank: int,
+        waiting: dist.ProcessGroup,
+        timer: PhaseTimer,
+        preemption: Preemption | None = None,
+    ) -> None:
         """`waiting`: the group in which ranks wait for rank 0, see `parallel.layout.init_distributed`."""
         self._config = config
+        self._preemption = preemption or Preemption()
         self._waiting = waiting
         self._timer = timer
         self._stack = ExitStack()
         self._version = 0
-        self._rank0 = _RankZero(config) if rank == 0 else None
+        self.stopped_by = 0
+        """Number of the signal by which a rank was asked to stop, once all ranks know it; 0: none."""
+        self._rank0 = RankZeroRollouts(config) if rank == 0 else None
 
     def __enter__(self) -> Self:
         if self._rank0 is not None:
@@ -92,12 +93,27 @@ class RolloutSource:
             self._rank0.set_version(version)
 
     def next_batch(self) -> list[Trajectory]:
-        """The next batch in issue order, on every rank, with every token's age checked. Collective."""
+        """The next batch in issue order, on every rank, with every token's age checked. Collective.
+
+        Empty when a rank has been asked to stop: then nothing was taken, and `stopped_by` tells the signal.
+        """
         with self._timer.phase("wait"):
-            batch = self._broadcast(self._rank0.next_batch() if self._rank0 is not None else None)
+            self._wait_for_batch()
+            if self.stopped_by:
+                return []
+            batch = self._broadcast(self._rank0.take_batch() if self._rank0 is not None else None)
         for trajectory in batch:
             check_versions(trajectory, self._version, self._config.max_staleness)
         return batch
+
+    def _wait_for_batch(self) -> None:
+        """Until the batch is complete, or a rank has been asked to stop: one look at both, the same for all ranks."""
+        is_complete = False
+        while not is_complete and not self.stopped_by:
+            waits = self._rank0 is not None and not self._rank0.is_batch_complete(_LOOK_SECONDS)
+            seen = torch.tensor([waits, self._preemption.requested_by])
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._waiting)
+            is_complete, self.stopped_by = not seen[0], int(seen[1])
 
     def sample_fresh(self) -> list[Trajectory]:
         """Responses to `publish.verify_prompts` held-out prompts by the present version, on every rank. Collective."""
@@ -120,162 +136,3 @@ class RolloutSource:
 
     def ledger_counts(self) -> dict[str, Any]:
         return self._rank0.ledger.counts() if self._rank0 is not None else {}
-
-
-class _RankZero:
-    """Everything that only rank 0 has."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._tokenizer = AutoTokenizer.from_pretrained(config.model)
-        self._prompts = _load_prompts(config, self._tokenizer)
-        self.ledger = Ledger()
-        self._stack = ExitStack()
-        self._started = False
-        self._server_log: Path | None = None
-
-    def __enter__(self) -> Self:
-        config = self._config
-        urls, server = config.rollout.servers, None
-        if urls == "local":
-            self._server_log = config.run_dir / "logs" / "rollout_server.log"
-            server = self._stack.enter_context(
-                LocalServer(config.model, self._server_log, config.rollout.server_arguments)
-            )
-            urls = [server.url]
-        self._loop = EventLoopThread()
-        self._stack.callback(self._loop.close)
-        self._loop.run(self._build(urls, server))
-        # With a timeout: a reward function that hangs blocks the loop, and must not keep the run from ending.
-        self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def connect(self, say: Callable[[str], None]) -> ServerControl:
-        urls = ", ".join(client.url for client in self._pool.clients)
-        say(f"waiting for the rollout server at {urls}" + (f", log {self._server_log}" if self._server_log else ""))
-        ready = self._loop.submit(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
-        while not wait([ready], timeout=_HEARTBEAT_SECONDS).done:
-            say("still waiting for the rollout server")
-        infos = ready.result()
-        say("the rollout server is ready")
-        for client, info in zip(self._pool.clients, infos, strict=True):
-            if not info.enable_priority_scheduling:
-                logger.warning(
-                    "%s runs without --enable-priority-scheduling: interrupted responses are overtaken by new ones, "
-                    "and evaluation waits behind training",
-                    client.url,
-                )
-        return ServerControl(
-            pool=self._pool, loop=self._loop, servers=tuple(infos), timeout_seconds=self._config.publish.timeout_seconds
-        )
-
-    def state(self) -> RolloutState:
-        return self._loop.run(self._state())
-
-    def restore(self, state: RolloutState) -> None:
-        self._loop.run(self._restore(state))
-
-    def set_version(self, version: int) -> None:
-        self._loop.run(self._set_version(version))
-
-    def next_batch(self) -> list[Trajectory]:
-        return self._loop.run(self._collector.next_batch())
-
-    def sample_held_out(self, num_prompts: int, max_new_tokens: int | None = None) -> list[Trajectory]:
-        prompts = self._prompts.held_out[:num_prompts]
-        return self._loop.run(self._collector.or_failure(self._sampler.sample_each(prompts, max_new_tokens)))
-
-    async def _build(self, urls: list[str], server: LocalServer | None) -> None:
-        config, rollout = self._config, self._config.rollout
-        self._pool = ServerPool(
-            urls,
-            timeout_seconds=rollout.request_timeout_seconds,
-            find_dead=server.describe_death if server is not None else lambda: None,
-        )
-        self._sampler = Sampler(
-            self._pool,
-            self._tokenizer,
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-        )
-        self._buffer = StalenessBuffer(
-            groups_per_batch=rollout.prompts_per_step,
-            max_staleness=config.max_staleness,
-            num_batches=config.num_steps,
-            ledger=self.ledger,
-        )
-        self._collector = RolloutCollector(
-            self._buffer,
-            lambda group_id: self._sampler.sample_group(self._prompts.training_prompt(group_id), group_id),
-            self._pool.watch,
-            max_concurrent_groups=rollout.max_concurrent_groups,
-        )
-
-    # Both in the loop's thread and without an await: no group moves meanwhile.
-    async def _state(self) -> RolloutState:
-        return self._buffer.state()
-
-    async def _restore(self, state: RolloutState) -> None:
-        self._buffer.restore(state)
-
-    async def _set_version(self, version: int) -> None:
-        if not self._started and version != self._buffer.version:
-            raise VersionError(
-                f"the trainer starts at weight version {version}, but the rollouts at {self._buffer.version}: a "
-                "checkpoint is restored as a whole or not at all"
-            )
-        self._collector.set_version(version)
-        if not self._started:
-            self._started = True
-            self._collector.start()
-
-    async def _close(self) -> None:
-        await self._collector.stop()
-        self.ledger.drop_open("run_ended")
-        await self._pool.close()
-
-
-def _load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
-    data = config.data
-    prompts = load_prompts(
-        task=data.task,
-        task_options=data.task_options,
-        size=data.size,
-        seed=data.seed,
-        order_seed=config.seed,
-        prompt_pattern=data.prompt_pattern,
-        num_held_out=data.num_held_out,
-        tokenizer=tokenizer,
-    )
-    _check_prompts(config, prompts)
-    return prompts
-
-
-def _check_prompts(config: RunConfig, prompts: PromptSet) -> None:
-    """Every prompt must fit the model and the microbatches, before anything starts. Raises DataError."""
-    described = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
-    everything = [*prompts.held_out, *map(prompts.training_prompt, range(len(prompts)))]
-    longest = max(len(prompt.token_ids) for prompt in everything) + config.rollout.max_new_tokens
-    limits = {
-        "actor.microbatch_tokens": config.actor.microbatch_tokens,
-        "the model's max_position_embeddings": described.get("max_position_embeddings", longest),
-    }
-    for name, limit in limits.items():
-        if longest > limit:
-            raise DataError(
-                f"the longest prompt and rollout.max_new_tokens = {config.rollout.max_new_tokens} make {longest} "
-                f"tokens, over {name} = {limit}; lower rollout.max_new_tokens, raise the limit, or use shorter prompts"
-            )
-    # A server dies of an id outside its vocabulary.
-    largest = max(max(prompt.token_ids) for prompt in everything)
-    if largest >= described["vocab_size"]:
-        raise DataError(
-            f"the tokenizer gives id {largest}, but the model's vocabulary has {described['vocab_size']} entries: the "
-            f"tokenizer in {config.model} belongs to another model"
-        )

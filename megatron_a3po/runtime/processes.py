@@ -1,4 +1,4 @@
-"""Signals and parents: no process outlives the one that started it, however that one ends."""
+"""Parents and ends: no process outlives the one that started it, however that one ends."""
 
 import ctypes
 import logging
@@ -7,10 +7,8 @@ import random
 import signal
 import socket
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -19,36 +17,9 @@ _FIRST_PORT = 10000
 _LIBC = ctypes.CDLL(None)
 
 
-class Interrupted(BaseException):
-    """SIGTERM or SIGINT arrived. Not an Exception, so that nothing but the outermost handler catches it."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
-
-
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
     """Ask Linux to send this process a signal when its parent ends. Also usable between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
-
-
-def raise_on_signals() -> None:
-    """SIGTERM and SIGINT become an Interrupted in the main thread, so that `with` blocks clean up. Once only:
-    a second signal must not interrupt the cleaning up."""
-    assert threading.current_thread() is threading.main_thread()
-
-    def handle(signal_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise Interrupted(signal_number)
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
-
-
-def die_on_signals() -> None:
-    """SIGTERM and SIGINT end this process at once, even inside a collective, where Python handlers cannot run."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -48,7 +48,8 @@ class Rollouts:
         self.collector.set_version(version)
 
     async def next_batch(self) -> list[Trajectory]:
-        batch = await asyncio.wait_for(self.collector.next_batch(), 5.0)
+        await asyncio.wait_for(self.collector.batch_complete(), 5.0)
+        batch = await self.collector.take_batch()
         self.check_ledger()
         return batch
 
@@ -190,7 +191,7 @@ async def test_a_reward_function_that_raises_ends_the_wait_with_its_error(rollou
     collector.start()
 
     with pytest.raises(ZeroDivisionError, match="in the user's code"):
-        await asyncio.wait_for(collector.next_batch(), 3.0)
+        await asyncio.wait_for(collector.batch_complete(), 3.0)
     await collector.stop()
 
 
@@ -329,7 +330,7 @@ async def test_stopping_ends_a_wait_for_a_batch(rollouts: Rollouts) -> None:
     rollouts.server.script("/generate", hang)
     rollouts.publish(0)
     rollouts.collector.start()
-    waiting = asyncio.create_task(rollouts.collector.next_batch())
+    waiting = asyncio.create_task(rollouts.collector.batch_complete())
     await asyncio.sleep(0.05)
 
     await rollouts.collector.stop()

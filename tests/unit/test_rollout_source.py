@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +20,7 @@ from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, s
 from megatron_a3po.errors import VersionError
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.source import RolloutSource
+from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from tests.unit.scripted_server import ScriptedServer
 
@@ -93,7 +96,12 @@ def start(
     model: Path, server: ScriptedServer, tmp_path: Path, waiting: dist.ProcessGroup
 ) -> Callable[..., AbstractContextManager[Run]]:
     @contextmanager
-    def start(state: RolloutState | None = None, num_steps: int = STEPS, version: int | None = None) -> Iterator[Run]:
+    def start(
+        state: RolloutState | None = None,
+        num_steps: int = STEPS,
+        version: int | None = None,
+        preemption: Preemption | None = None,
+    ) -> Iterator[Run]:
         config = RunConfig(
             model=model,
             run_dir=tmp_path / "run",
@@ -108,7 +116,7 @@ def start(
                 max_concurrent_groups=5,
             ),
         )
-        with RolloutSource(config, rank=0, waiting=waiting, timer=PhaseTimer()) as source:
+        with RolloutSource(config, rank=0, waiting=waiting, timer=PhaseTimer(), preemption=preemption) as source:
             source.connect(lambda message: None)
             source.restore(state)
             run = Run(source, server)
@@ -154,6 +162,45 @@ def test_every_snapshot_of_a_busy_run_accounts_for_every_group(
             }
             run.step()
         assert run.take_state().version == STEPS
+
+
+def test_a_run_that_is_asked_to_stop_while_it_waits_for_a_slow_server_loses_and_repeats_nothing(
+    start: Callable[..., AbstractContextManager[Run]], server: ScriptedServer
+) -> None:
+    with start() as run:
+        expected = [run.step() for _ in range(STEPS)]
+
+    preemption = Preemption()
+    with start(preemption=preemption) as run:
+        run.step()
+        while run.source.ledger_counts()["in_flight"]:
+            time.sleep(0.005)
+        server.generation_seconds = lambda _: 60.0  # what is issued from now on, the last batch, does not come
+        for _ in range(STALENESS + 1):
+            run.step()
+        threading.Timer(0.3, lambda: setattr(preemption, "requested_by", signal.SIGTERM)).start()
+        assert run.source.next_batch() == [] and run.source.stopped_by == signal.SIGTERM
+        assert run.source.next_batch() == [], "it stays so"
+        state = run.take_state()
+    assert state.next_batch == state.version == run.version == STEPS - 1 and len(state.in_flight) == PROMPTS
+
+    server.generation_seconds = lambda _: 0.0
+    with start(state) as run:
+        assert run.step() == expected[-1] and run.source.ledger_counts()["consumed"] == STEPS * PROMPTS
+
+
+def test_a_batch_that_is_complete_stays_in_the_state_when_the_run_is_asked_to_stop(
+    start: Callable[..., AbstractContextManager[Run]],
+) -> None:
+    preemption = Preemption()
+    with start(preemption=preemption) as run:
+        run.step()
+        while run.source.ledger_counts()["in_flight"]:
+            time.sleep(0.005)
+        before = run.take_state()
+        preemption.requested_by = signal.SIGUSR1
+        assert run.source.next_batch() == []
+        assert run.take_state() == before and len(before.buffered) >= PROMPTS
 
 
 def test_the_trainer_and_the_rollouts_start_at_one_version(

@@ -374,7 +374,8 @@ class Run:
             self._collector.start()
         taken = []
         for _ in range(count):
-            taken.append(plain(await asyncio.wait_for(self._collector.next_batch(), 5.0)))
+            await asyncio.wait_for(self._collector.batch_complete(), 5.0)
+            taken.append(plain(await self._collector.take_batch()))
             self._collector.set_version(self.buffer.version + 1)
         return taken
 
