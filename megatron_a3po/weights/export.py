@@ -1,5 +1,6 @@
 """The policy as an ordinary Hugging Face folder."""
 
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,8 +21,7 @@ def save_hf_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, ta
     and CheckpointError.
     """
     if rank != 0:
-        for _ in named_tensors:
-            pass
+        deque(named_tensors, maxlen=0)  # keeps none of them
         return
     output = HfOutput(target=target, source=source, replace=True)
     output.begin()
@@ -43,6 +43,7 @@ def _write_shards(named_tensors: Iterable[tuple[str, Tensor]], folder: Path, max
             writer = None
         writer = writer or GrowingSafetensorsWriter(folder / f"part-{len(parts):05d}.safetensors")
         writer.append(name, tensor)
+        del tensor  # before the next one is gathered
     if writer:
         parts.append((writer.path, writer.complete()))
     shards = []
