@@ -203,6 +203,33 @@ def test_a_damaged_shard_is_named_once_with_its_remedy(
     assert re.search(says, problem), problem
 
 
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"a": ("F32", [2], 0, 8), "b": ("F32", [1], 4, 8)}, "b overlaps with another tensor"),
+        ({"a": ("F32", [1], 0, 4), "b": ("F32", [1], 8, 12)}, "or bytes before it belong to none"),
+        ({"a": ("F32", [1], 4, 8)}, "or bytes before it belong to none"),
+        ({"a": ("F32", [3], 0, 8)}, r"a: 8 bytes for shape \[3\] of F32"),
+        ({"a": ("F32", [-1, -1], 0, 4)}, "has a damaged header"),
+        ({"a": ("F32", [True], 0, 4)}, "has a damaged header"),
+        ({"a": ("U8", [1], 1, 0)}, "has a damaged header"),
+    ],
+)
+def test_headers_whose_places_make_no_sense_are_damaged(
+    tmp_path: Path, entries: dict[str, tuple[str, list[int], int, int]], says: str
+) -> None:
+    described = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+        for name, (dtype, shape, first, end) in entries.items()
+    }
+    header = json.dumps(described).encode()
+    data = bytes(max(end for *_, end in entries.values()))
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+    with pytest.raises(DamagedFile, match=says):
+        read_header(tmp_path / "a.safetensors")
+
+
 def test_all_problems_come_in_one_message(tmp_path: Path) -> None:
     folder = two_shards(tmp_path)
     cut(folder / "model-00001-of-00002.safetensors")

@@ -234,15 +234,19 @@ def test_too_little_space_is_told_with_both_numbers_before_weights_are_written(
 
 def test_a_second_start_keeps_what_the_first_completed(source: Path, target: Path) -> None:
     output = HfOutput(target=target, source=source)
+    (source / "vocab.txt").write_text("not there any more at the second start")
     assert output.begin(SHARDS, origin="step 20") == frozenset()
     write(output, SHARDS[:2])
     kept = {shard.file_name: (output.folder / shard.file_name).stat().st_ino for shard in SHARDS[:2]}
     output.writer(SHARDS[2]).append("layer.4", TENSORS["layer.4"])  # killed before its end
     (source / "tokenizer.json").write_text("newer")
+    (source / "vocab.txt").unlink()
 
     assert convert(output, origin="step 20") == kept.keys()
 
-    assert is_equal(target, TENSORS) and names(target.parent) == [f"model/{name}" for name in names(target)]
+    assert is_equal(target, TENSORS) and [path.name for path in target.parent.iterdir()] == ["model"]
+    index = "model.safetensors.index.json"
+    assert names(target) == ["config.json", *(shard.file_name for shard in SHARDS), index, "tokenizer.json"]
     assert {name: (target / name).stat().st_ino for name in kept} == kept
     assert (target / "tokenizer.json").read_text() == "newer"
 

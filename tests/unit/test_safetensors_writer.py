@@ -1,7 +1,9 @@
 """Files written tensor by tensor: the safetensors library reads the same bits, and no file is half there."""
 
+import os
 import random
 import resource
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -215,6 +217,21 @@ def test_a_file_that_cannot_be_written_is_an_error_with_the_remedy(tmp_path: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bytes_reach_the_disk_before_the_name_and_then_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, steps = tmp_path / "a.safetensors", []
+
+    def fsync(descriptor: int) -> None:
+        what = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else f"file of {os.fstat(descriptor).st_size}"
+        steps.append((what, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(path, SPECS, [("a", ONE), ("b", ONE)])
+
+    assert steps == [(f"file of {path.stat().st_size}", False), ("folder", True)]
 
 
 def memory_kib(line: str) -> int:
