@@ -82,7 +82,9 @@ def quantize_blockwise(weight: Tensor, name: str = "the weight") -> tuple[Tensor
                 f"{name}: {_num_not_finite(weight):,} of {weight.numel():,} values are NaN or infinite (in float32); "
                 "take the weights of an earlier checkpoint"
             )
-        scale = torch.where(largest > 0, (largest / _LARGEST).clamp(min=_SMALLEST_SCALE), 1.0)
+        # By a tensor: CUDA divides by a number through its reciprocal, and would give other bits than the CPU.
+        scale = (largest / torch.full_like(largest, _LARGEST)).clamp(min=_SMALLEST_SCALE)
+        scale = torch.where(largest > 0, scale, 1.0)
         # The quotient of the largest value may round to a little above 448, and is rounded to 448 here.
         values[piece] = _flat(tiles / scale[:, None, :, None], values[piece].shape).to(FP8)
         scales[blocks] = scale
