@@ -38,20 +38,23 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGrou
     """Fill DDP-wrapped chunks from a torch_dist checkpoint of any layout that has a manifest. Collective."""
     check(folder, dist.get_rank(), dist.get_world_size())
     metadata = {"singleton_local_shards": False, "dp_cp_group": groups.dp_cp}
-    for chunk in chunks:
-        module: Any = chunk.module
-        wanted = {
+    modules: list[Any] = [chunk.module for chunk in chunks]
+    wanted = {
+        str(number): {
             name: entry
             for name, entry in module.sharded_state_dict(metadata=metadata).items()
             # What Transformer Engine keeps for FP8 belongs to a course of training, not to the weights.
             if not isinstance(entry, ShardedObject)
         }
-        try:
-            loaded = dist_checkpointing.load(wanted, str(folder))
-        except Exception as error:  # Megatron's, torch's, and for a missing key KeyError
-            raise CheckpointError(
-                f"{folder}: cannot be loaded ({error}); is config.json of the same model? Else convert the model again"
-            ) from error
-        missing = [name for name in module.load_state_dict(loaded, strict=False).missing_keys]
+        for number, module in enumerate(modules)
+    }
+    try:
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    except Exception as error:  # Megatron's, torch's, and for a missing key KeyError
+        raise CheckpointError(
+            f"{folder}: cannot be loaded ({error}); is config.json of the same model? Else convert the model again"
+        ) from error
+    for number, module in enumerate(modules):
+        missing = module.load_state_dict(loaded[str(number)], strict=False).missing_keys
         if any(not name.endswith("_extra_state") for name in missing):
             raise CheckpointError(f"{folder}: lacks {', '.join(missing)}; convert the model again")

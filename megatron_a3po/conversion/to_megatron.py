@@ -58,7 +58,7 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
     folder = HfFolder.open(source)
     refuse_unsupported(folder.config, source)
     skeleton = build_skeleton(source)
-    refuse_other_names(skeleton, folder)
+    refuse_other_tensors(skeleton, folder)
     sizes = {part: sum(map(folder.nbytes, stored_names(part, folder))) for part in skeleton.parts}
     files = split_parts(skeleton.parts, sizes, _FILE_BYTES)
     work = [str(source.resolve()), _identity(folder), [[part.hf_names for part in file] for file in files]]
@@ -111,8 +111,8 @@ def stored_names(part: Part, folder: HfFolder) -> list[str]:
     return [name for names in candidates for name in names if name in folder]
 
 
-def refuse_other_names(skeleton: Skeleton, folder: HfFolder) -> None:
-    """Raises ConfigError where the folder misses tensors of the model, or has some that the model has no place for."""
+def refuse_other_tensors(skeleton: Skeleton, folder: HfFolder) -> None:
+    """Raises ConfigError for tensors that are missing, that the model has no place for, or of another shape."""
     used = {name for part in skeleton.parts for name in stored_names(part, folder)}
     missing = [
         name
@@ -121,7 +121,17 @@ def refuse_other_names(skeleton: Skeleton, folder: HfFolder) -> None:
         if name not in used and not all(name + suffix in used for suffix in _MXFP4)
     ]
     unused = [name for name in folder.names() if name not in used and not _may_be_left_out(name, folder.config)]
-    problems = [("misses", missing), ("has tensors that the model has no place for:", unused)]
+    wrong = [
+        f"{name} is {list(folder.shape(name))} instead of {list(shape)}"
+        for part in skeleton.parts
+        for name, shape in skeleton.hf_shapes(part).items()
+        if name in folder and folder.shape(name) != shape
+    ]
+    problems = [
+        ("misses", missing),
+        ("has tensors that the model has no place for:", unused),
+        ("has other shapes than config.json describes:", wrong),
+    ]
     texts = [f"{what} {', '.join(names[:5])}{_more(names)}" for what, names in problems if names]
     if texts:
         raise ConfigError(f"{folder.path}: {'; '.join(texts)}; config.json and weights are of two models")

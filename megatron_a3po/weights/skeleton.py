@@ -77,6 +77,14 @@ class Skeleton:
             raise CheckpointError(f"{part.parameters[0].name}: became {sorted(found)}, not {sorted(part.hf_names)}")
         return found
 
+    def hf_shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
+        """By name."""
+        hollow = {
+            parameter.name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            for parameter in part.parameters
+        }
+        return {name: tuple(tensor.shape) for name, tensor in self.to_hf(part, hollow).items()}
+
     def from_hf(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole parameters of a part, from its Hugging Face tensors by name.
 

@@ -33,16 +33,19 @@ class Case:
     @property
     def title(self) -> str:
         """Such as "qwen3 TP2 PP2 | actor.minibatches 2"."""
-        sizes = {axis: self.parallel.get(axis, 1) for axis in _SHORT}
-        data = WORLD_SIZE // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
-        layout = " ".join(f"{_SHORT[axis]}{size}" for axis, size in sizes.items() if size > 1)
         more = [f"parallel.{key} {value}" for key, value in self.parallel.items() if key not in _SHORT]
         for section, values in self.settings.items():
             named = values.items() if isinstance(values, dict) else [(None, values)]
             more += [f"{section}.{key} {value}" if key else f"{section} {value}" for key, value in named]
-        if data > 1:
-            layout = f"{layout} DP{data}".strip()
-        return " | ".join([f"{self.family} {layout}", *more])
+        return " | ".join([f"{self.family} {layout_title(self.parallel)}", *more])
+
+
+def layout_title(parallel: dict[str, Any]) -> str:
+    """Such as "TP2 DP2"."""
+    sizes = {axis: parallel.get(axis, 1) for axis in _SHORT}
+    data = WORLD_SIZE // (sizes["tensor"] * sizes["pipeline"] * sizes["context"])
+    layout = " ".join(f"{_SHORT[axis]}{size}" for axis, size in sizes.items() if size > 1)
+    return f"{layout} DP{data}".strip() if data > 1 else layout
 
 
 _SHORT = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP"}
@@ -202,9 +205,19 @@ def _largest(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def exported(actor: Any) -> dict[str, Any]:
-    from megatron_a3po.weights.gather import gather_hf_tensors
+    """The weights as they are published, on rank 0. Collective."""
+    collector = getattr(actor, "_collector", None)
+    if collector is None:
+        import torch.distributed as dist
 
-    return dict(gather_hf_tensors(actor.model.chunks, actor.model.bridge, actor.model.vocab_size))
+        from megatron_a3po.weights.gather import WeightCollector
+
+        control = dist.new_group(backend="gloo")
+        assert isinstance(control, dist.ProcessGroup)
+        model, folder = actor.model, actor._config.model
+        collector = WeightCollector(model.chunks, model.groups, folder, control, bucket_bytes=1 << 16)
+        actor._collector = collector
+    return dict(collector.tensors())
 
 
 def reduced_gradients(actor: Any) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Runs every case of the parity matrix and writes docs/parity.md: `make parity`."""
+"""Runs every case of the parity matrix, and every conversion, and writes docs/parity.md: `make parity`."""
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+from tests.distributed.conversion_cases import ALL as CONVERSIONS
+from tests.distributed.conversion_cases import run_conversions
 from tests.distributed.launch import ROOT
-from tests.distributed.parity import LIMITS, WORLD_SIZE, Case, Difference, run_parity
+from tests.distributed.parity import LIMITS, WORLD_SIZE, Case, Difference, layout_title, run_parity
 from tests.distributed.parity_cases import ALL
 
 _CASES_PER_START = 12
@@ -25,6 +28,16 @@ context parallel. EP: expert parallel. DP: data parallel, with the distributed o
 |---|---|---|---|---|
 """
 
+_CONVERSION_HEAD = """
+## Conversion
+
+Four processes convert a Hugging Face folder to Megatron's weights; a run in the layout starts from them and saves a
+checkpoint; they convert that back to a Hugging Face folder.
+
+| model | layouts of the checkpoint | tensors in which any bit differs |
+|---|---|---|
+"""
+
 
 def main() -> int:
     """0 if every case is within the limits."""
@@ -39,8 +52,23 @@ def main() -> int:
             print(rows[-1] + (f" OVER THE LIMIT: {exceeded}" if exceeded else ""), flush=True)
         print(f"{start + len(cases)} of {len(ALL)} cases, {time.monotonic() - begun:.0f} s", flush=True)
     limits = ", ".join(f"{name} {limit:.0e}" for name, limit in LIMITS.items())
-    Path(ROOT, "docs", "parity.md").write_text(_HEAD + "\n".join(rows) + f"\n\nLimits: {limits}.\n", encoding="utf-8")
-    return 1 if failed else 0
+    conversions, different = _conversions()
+    text = _HEAD + "\n".join(rows) + f"\n\nLimits: {limits}.\n" + _CONVERSION_HEAD + "\n".join(conversions) + "\n"
+    Path(ROOT, "docs", "parity.md").write_text(text, encoding="utf-8")
+    return 1 if failed or different else 0
+
+
+def _conversions() -> tuple[list[str], int]:
+    """(rows, how many tensors differed)"""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_conversions(CONVERSIONS, Path(folder), timeout_seconds=2400)
+    rows = []
+    for family in CONVERSIONS:
+        cases = [case for case in found if case["family"] == family]
+        layouts = ", ".join(layout_title(case["layout"]) for case in cases)
+        rows.append(f"| {family} | {layouts} | {sum(len(case['different']) for case in cases)} |")
+        print(rows[-1], flush=True)
+    return rows, sum(len(case["different"]) for case in found)
 
 
 def _row(case: Case, difference: Difference) -> str:

@@ -1,0 +1,272 @@
+"""Hugging Face folders and Megatron's weights, from one to the other and back, on one process."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_a3po import cpu
+from megatron_a3po.errors import A3poError, CheckpointError, ConfigError
+from megatron_a3po.weights.quantize import dequantize_blockwise, quantize_blockwise
+from tests.distributed.conversion_cases import differing_tensors
+from tests.tiny_models import FAMILIES, save_tiny_model
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron_a3po.conversion import to_megatron, unfinished, verify  # noqa: E402
+from megatron_a3po.conversion.processes import Processes  # noqa: E402
+from megatron_a3po.conversion.to_hf import MegatronSource, convert_to_hf, find_source  # noqa: E402
+from megatron_a3po.conversion.to_megatron import convert_to_megatron  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    parallel_state.initialize_model_parallel(1, 1, expert_tensor_parallel_size=1, create_gloo_process_groups=False)
+    yield Processes(rank=0, world_size=1, group=dist.group.WORLD)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def model(family: str) -> Path:
+        if not (root / family).exists():
+            save_tiny_model(family, root / family)
+        return root / family
+
+    return model
+
+
+@pytest.fixture
+def model(models: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A folder that the test may damage."""
+    return Path(shutil.copytree(models("qwen3"), tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_bit_of_every_family_comes_back(
+    family: str, models: Callable[[str], Path], processes: Processes, tmp_path: Path
+) -> None:
+    convert_to_megatron(models(family), tmp_path / "megatron", processes)
+    convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "back", processes, fp8=False)
+
+    assert differing_tensors(models(family), tmp_path / "back") == []
+    assert _config(tmp_path / "back") == _config(models(family))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "megatron"]
+
+
+def test_the_parameters_are_those_that_megatron_trains(
+    models: Callable[[str], Path], processes: Processes, tmp_path: Path
+) -> None:
+    """Keys, whole shapes and values of a gate/up projection, a qkv projection and a norm, by hand."""
+    convert_to_megatron(models("qwen3"), tmp_path / "megatron", processes)
+    stored = _stored(tmp_path / "megatron" / "weights")
+    hf = load_file(models("qwen3") / "model.safetensors")
+    layer = "model.layers.2."
+
+    gate, up = (hf[f"{layer}mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    assert torch.equal(stored["decoder.layers.mlp.linear_fc1.weight"][2], torch.cat([gate, up]))
+    q, k, v = (hf[f"{layer}self_attn.{name}_proj.weight"].view(2, -1, 64) for name in "qkv")  # two groups of queries
+    assert torch.equal(
+        stored["decoder.layers.self_attention.linear_qkv.weight"][2], torch.cat([q, k, v], 1).flatten(0, 1)
+    )
+    norm = stored["decoder.layers.self_attention.linear_qkv.layer_norm_weight"][2]
+    assert torch.equal(norm, hf[f"{layer}input_layernorm.weight"])
+    assert stored["output_layer.weight"].shape == (259, 64)
+
+
+def test_a_folder_of_blockwise_fp8_weights_is_converted_as_the_weights_it_stands_for(
+    model: Path, processes: Processes, tmp_path: Path
+) -> None:
+    plain = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(plain, model / "model.safetensors", {"format": "pt"})
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    source = find_source(tmp_path / "megatron", None)
+
+    convert_to_hf(source, tmp_path / "fp8", processes, fp8=True)
+    written = load_file(tmp_path / "fp8" / "model.safetensors")
+    quantised = {name for name in written if name.endswith("_scale_inv")}
+    assert len(quantised) == 4 * 7
+    assert _config(tmp_path / "fp8")["quantization_config"]["weight_block_size"] == [128, 128]
+
+    convert_to_megatron(tmp_path / "fp8", tmp_path / "again", processes)
+    convert_to_hf(find_source(tmp_path / "again", None), tmp_path / "bf16", processes, fp8=False)
+    assert "quantization_config" not in _config(tmp_path / "bf16")
+    for name, tensor in load_file(tmp_path / "bf16" / "model.safetensors").items():
+        expected = plain[name]
+        if f"{name}_scale_inv" in quantised:
+            expected = dequantize_blockwise(*quantize_blockwise(expected), torch.bfloat16)
+        assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize("change_source", [False, True])
+def test_an_interrupted_conversion_goes_on_where_it_was_unless_its_source_changed(
+    model: Path, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change_source: bool
+) -> None:
+    monkeypatch.setattr(to_megatron, "_FILE_BYTES", 64 * 1024)
+    write, written = to_megatron.write_pieces, []
+
+    def write_three(file: Path, tensors: Any) -> Any:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(file.name)
+        return write(file, tensors)
+
+    monkeypatch.setattr(to_megatron, "write_pieces", write_three)
+    with pytest.raises(KeyboardInterrupt):
+        convert_to_megatron(model, tmp_path / "megatron", processes)
+    assert not (tmp_path / "megatron").exists()
+    monkeypatch.setattr(
+        to_megatron, "write_pieces", lambda file, tensors: written.append(file.name) or write(file, tensors)
+    )
+    if change_source:
+        os.utime(model / "model.safetensors", (1, 1))
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    assert (len(written) > len(set(written))) == change_source
+    convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "back", processes, fp8=False)
+    assert differing_tensors(model, tmp_path / "back") == []
+
+
+def _drop(name: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def _add(name: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        save_file(tensors | {name: torch.zeros(3)}, model / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+def _set(**fields: Any) -> Callable[[Path], None]:
+    return lambda model: (model / "config.json").write_text(json.dumps(_config(model) | fields)) and None
+
+
+def _cut(model: Path) -> None:
+    os.truncate(model / "model.safetensors", 5000)
+
+
+MISTAKES = {
+    "an unknown architecture": (
+        _set(architectures=["MambaForCausalLM"]),
+        "MambaForCausalLM.*use one of Qwen2ForCausalLM",
+    ),
+    "a variant": (_set(attention_bias=True), "attention_bias = True"),
+    "a missing tensor": (_drop("model.layers.1.mlp.up_proj.weight"), r"misses model\.layers\.1\.mlp\.up_proj\.weight"),
+    "a superfluous tensor": (_add("model.layers.1.mlp.extra.weight"), "no place for: model.layers.1.mlp.extra.weight"),
+    "another model's config.json": (
+        _set(intermediate_size=80),
+        r"down_proj\.weight is \[64, 96\] instead of \[64, 80\]",
+    ),
+    "a file that is cut off": (_cut, "model.safetensors.*copy or download it again"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_source_that_is_not_whole_or_not_supported_is_refused_with_a_remedy(
+    mistake: str, model: Path, processes: Processes, tmp_path: Path
+) -> None:
+    damage, message = MISTAKES[mistake]
+    damage(model)
+    with pytest.raises(A3poError, match=message):
+        convert_to_megatron(model, tmp_path / "megatron", processes)
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_tensors_beside_the_policy_may_be_there(model: Path, processes: Processes, tmp_path: Path) -> None:
+    _add("model.layers.4.enorm.weight")(model)  # of a layer for multi-token prediction
+    _add("model.layers.0.self_attn.rotary_emb.inv_freq")(model)
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+
+
+def test_a_target_that_is_there_is_refused(model: Path, processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "file").touch()
+    with pytest.raises(CheckpointError, match="is there already"):
+        convert_to_megatron(model, tmp_path / "megatron", processes)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    model: Path, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unfinished.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    with pytest.raises(CheckpointError, match=r"needs [0-9,]+ bytes.* and its filesystem has 100,000 .*free space"):
+        convert_to_megatron(model, tmp_path / "megatron", processes)
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_damaged_megatron_weights_are_refused_by_the_name_of_the_file(
+    damage: str, model: Path, processes: Processes, tmp_path: Path
+) -> None:
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    file = tmp_path / "megatron" / "weights" / ("manifest.json" if damage == "manifest" else "__0_0.distcp")
+    content = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        file.write_bytes(content[:-9] if damage == "cut" else flipped)
+    with pytest.raises(A3poError, match=file.name.replace(".", r"\.")):
+        convert_to_hf(find_source(tmp_path / "megatron", model), tmp_path / "back", processes, fp8=False)
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_checkpoint_without_its_models_files_asks_for_them(model: Path, processes: Processes, tmp_path: Path) -> None:
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    weights = tmp_path / "megatron" / "weights"
+    with pytest.raises(ConfigError, match="--model"):
+        find_source(weights, None)
+    assert find_source(weights, model) == MegatronSource(weights=weights, model=model)
+    (weights / "config.resolved.yaml").write_text(f"model: {model}\n")
+    assert find_source(weights, None) == MegatronSource(weights=weights, model=model)
+    with pytest.raises(ConfigError, match="no Megatron weights there"):
+        find_source(model, None)
+
+
+def test_verification_finds_a_tensor_that_differs_in_one_bit(model: Path, processes: Processes, tmp_path: Path) -> None:
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    assert verify._compare_tensors(model, tmp_path / "megatron" / "weights", processes, fp8=False) == 47
+
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.3.mlp.down_proj.weight"].view(torch.int32)[0, 0] ^= 1
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 tensors, such as model\.layers\.3\.mlp\.down_proj\.weight"):
+        verify._compare_tensors(model, tmp_path / "megatron" / "weights", processes, fp8=False)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    described: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return described
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a torch_dist checkpoint, by torch's own reader."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {key: torch.empty(entry.size) for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return state
