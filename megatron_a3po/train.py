@@ -14,9 +14,8 @@ from megatron_a3po.runtime.run_dir import claim_run_dir
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
+from megatron_a3po.weights.building import build_publisher
 from megatron_a3po.weights.export import save_hf_folder
-from megatron_a3po.weights.gather import gather_hf_tensors
-from megatron_a3po.weights.publisher import WeightPublisher
 
 
 def train(config: RunConfig, preemption: Preemption | None = None) -> None:
@@ -40,16 +39,13 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
         servers = rollouts.connect(recorder.message)
         rollouts.restore(checkpoints.load(actor))
 
-        def gather() -> list[tuple[str, torch.Tensor]]:
-            return gather_hf_tensors(actor.model.chunks, actor.model.bridge, actor.model.vocab_size)
-
-        backend = "gloo" if config.device == "cpu" else "nccl"
-        with WeightPublisher(config.publish, gather, servers, backend=backend, timer=timer) as publisher:
+        model = actor.model
+        with build_publisher(config, model.chunks, model.groups, servers, waiting, timer=timer) as publisher:
 
             def publish() -> dict[str, float]:
-                publisher.publish(actor.version)
+                published = publisher.publish(actor.version)
                 rollouts.set_version(actor.version)
-                return actor.compare_logprobs(rollouts.sample_fresh())
+                return published | actor.compare_logprobs(rollouts.sample_fresh())
 
             recorder.start(publish(), rollouts.evaluate() if resumed_step == 0 else None)
             for step in range(resumed_step + 1, config.num_steps + 1):
@@ -64,7 +60,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
                 checkpoints.save_if_due(step, actor, rollouts.state)
-            save_hf_folder(gather(), config.model, config.run_dir / "model", rank=info.rank)
+            save_hf_folder(publisher.tensors(), config.model, config.run_dir / "model", rank=info.rank)
         recorder.finish(rollouts.ledger_counts())
 
 

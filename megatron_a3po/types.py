@@ -121,6 +121,6 @@ class LossOutput:
     """[len(diagnostics.MAXIMA)] float64, detached; take the maximum over microbatches and ranks"""
 
 
-def update_group_name(number: int) -> str:
-    """Name of a run's weight-update group at the servers; a name cannot be used twice in one process."""
-    return f"megatron_a3po_{number}"
+def update_group_name(run_id: str, number: int) -> str:
+    """Name of a weight-update group at the servers. A name cannot be used twice in one process, nor by two runs."""
+    return f"megatron_a3po_{run_id}_{number}"

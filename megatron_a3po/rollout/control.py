@@ -8,6 +8,7 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import ServerInfo, WeightChecksums, parse_answer
+from megatron_a3po.runtime.logging import logger
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,14 @@ class ServerControl:
     def destroy_group(self, name: str) -> Future[Any]:
         """Returns at once: all ranks, the trainer's too, should leave together."""
         return self.loop.submit(self.pool.post_to_all("/destroy_weights_update_group", {"group_name": name}))
+
+    def forget_group(self, name: str) -> None:
+        """Leave a group that a run which died may have left at a server."""
+        try:
+            self._post("/destroy_weights_update_group", {"group_name": name})
+        except RolloutError as error:
+            # 400 is the answer where there is no such group.
+            logger.debug("no group to forget: %s", error)
 
     def pause(self) -> None:
         """Running requests go back to the queue, keep their tokens, and go on with the new weights after `resume`."""

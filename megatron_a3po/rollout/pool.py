@@ -10,7 +10,6 @@ from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, SGLangClient
 from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.types import update_group_name
 
 _WATCH_SECONDS = 1.0
 _MISSED_ANSWERS = 5
@@ -87,7 +86,7 @@ class ServerPool:
             raise
 
     async def reset(self) -> None:
-        """Undo what a run that died may have left at a server: an open update session, its group, a pause."""
+        """Undo what a run that died may have left at a server: an open update session, a pause."""
         await asyncio.gather(*(_reset(client) for client in self.clients))
 
     async def watch(self) -> None:
@@ -114,7 +113,6 @@ class ServerPool:
 async def _reset(client: SGLangClient) -> None:
     undo: list[tuple[str, dict[str, Any]]] = [
         ("/end_weight_update", {}),
-        ("/destroy_weights_update_group", {"group_name": update_group_name(0)}),
         ("/continue_generation", {}),
     ]
     for path, body in undo:

@@ -1,25 +1,269 @@
-"""From sharded Megatron parameters to full Hugging Face tensors."""
+"""From sharded Megatron parameters to buckets of whole Hugging Face tensors, at the rank that sends them."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
+from megatron.bridge.models.conversion.utils import persistent_buffers
+from megatron.core import parallel_state
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
-VOCABULARY_TENSORS = ("model.embed_tokens.weight", "lm_head.weight")
+from megatron_a3po.errors import A3poError, PublishError
+from megatron_a3po.parallel.messages import gather_json
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.plan import PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
+from megatron_a3po.weights.quantize import FP8, SCALE_SUFFIX, quantize_blockwise, scale_shape
+from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.weights.skeleton import Part, build_skeleton
+from megatron_a3po.weights.sources import Holdings, Shard, Source
+
+_EMBEDDING, _OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def gather_hf_tensors(chunks: Sequence[torch.nn.Module], bridge: Any, vocab_size: int) -> list[tuple[str, Tensor]]:
-    """Every tensor of the policy, unsharded, with its Hugging Face name, on every rank. Collective.
+class WeightCollector:
+    """On every rank. It plans once; then `fill` is called for every bucket of the plan, on all ranks in its order."""
 
-    Vocabulary rows that pad the tensor-parallel shards are cut off: a server refuses a tensor with too many rows.
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        groups: ProcessGroupCollection,
+        model: Path,
+        control: dist.ProcessGroup,
+        *,
+        bucket_bytes: int,
+        expected_names: Sequence[str] | None = None,
+        is_fp8: Callable[[TensorSpec], bool] = lambda _: False,
+        timer: PhaseTimer | None = None,
+    ) -> None:
+        """Collective. `control`: a gloo group of all ranks. `model`: folder of config.json.
+
+        expected_names: the tensors of the model's own files, if there are any; a tied model whose files have an output
+        layer is published with one. is_fp8: which tensors are published in FP8 with block-wise scales. Both equal on
+        all ranks. Raises PublishError on every rank when the ranks do not hold the model that is described.
+        """
+        self.rank = dist.get_rank()
+        self._groups = {False: groups.tp, True: groups.ep}
+        self._timer = timer or PhaseTimer()
+        solo = dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+        assert isinstance(solo, dist.ProcessGroup)
+        self._solo = solo
+        with _as_one_rank(solo):
+            self._skeleton = build_skeleton(model)
+        known = {parameter.name for part in self._skeleton.parts for parameter in part.parameters}
+        self._held = _local_tensors(chunks, known)
+        mine = _describe(self._held, groups)
+        self.device = next(iter(self._held.values())).device
+        everywhere = [Holdings.from_json(held) for held in gather_json(mine.to_json(), control)]
+        dtypes = {name: shard.dtype for held in everywhere for name, shard in held.shards.items()}
+        names = {name for part in self._skeleton.parts for name in part.hf_names}
+        self._copies_embedding = _OUTPUT_LAYER in (expected_names or ()) and _OUTPUT_LAYER not in names
+        specs = [self._specify(part, dtypes, is_fp8) for part in self._skeleton.parts]
+        if expected_names is not None:
+            refuse_other_names(specs, expected_names)
+        self.plan: Plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes)
+        refuse_different_digests(gather_json(self.plan.digest(), control))
+        self._dtypes = {name: shard.dtype for name, shard in mine.shards.items()}
+
+    def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype], is_fp8: Callable[[TensorSpec], bool]) -> PartSpec:
+        hollow = {
+            parameter.name: torch.empty(
+                parameter.shape, dtype=dtypes.get(parameter.name, parameter.dtype), device="meta"
+            )
+            for parameter in part.parameters
+        }
+        converted = self._to_hf(part, hollow)
+        specs: list[TensorSpec] = []
+        for name, tensor in converted.items():
+            spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            if is_fp8(spec):
+                scales = TensorSpec(name=name + SCALE_SUFFIX, dtype=torch.float32, shape=scale_shape(*tensor.shape))
+                specs += [replace(spec, dtype=FP8), scales]
+            else:
+                specs.append(spec)
+        shapes = {parameter.name: parameter.shape for parameter in part.parameters}
+        return PartSpec(shapes=shapes, tensors=tuple(specs))
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
+        """Write the tensors' bytes into `buffer` [bucket.nbytes] uint8 on the owner; None elsewhere.
+
+        Collective over the ranks that hold shards of the bucket; on others nothing happens. Without a buffer the owner
+        takes part too, for nothing: so the ranks stay together after an error. Raises A3poError for what cannot be
+        converted, such as NaN to FP8, when all shards of the bucket have been received.
+        """
+        views = bucket.views(buffer) if buffer is not None else None
+        failure: Exception | None = None
+        for piece in bucket.pieces:
+            with self._timer.phase("publish/gather"):
+                shards = self._exchange(bucket.owner, [s for number in piece for s in self.plan.parts[number].sources])
+            if views is not None and failure is None:
+                with self._timer.phase("publish/convert"):
+                    try:
+                        self._convert(piece, shards, views)
+                    except Exception as error:
+                        # The others send the rest of the bucket in any case, and somebody has to take it.
+                        failure = error
+        if failure is not None:
+            raise failure if isinstance(failure, A3poError) else PublishError(f"{bucket.title}: {failure}") from failure
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its Hugging Face name on rank 0, in memory of its own; nothing on the others.
+
+        Collective: every rank has to go through it. A bucket at a time is in memory, besides what the caller keeps.
+        """
+        for bucket in self.plan.buckets:
+            is_here = self.rank in (0, bucket.owner)
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device) if is_here else None
+            self.fill(bucket, buffer if self.rank == bucket.owner else None)
+            if buffer is not None and bucket.owner != 0:
+                if self.rank == 0:
+                    dist.recv(buffer, bucket.owner)
+                else:
+                    dist.send(buffer, 0)
+            if buffer is not None and self.rank == 0:
+                yield from bucket.views(buffer).items()
+
+    def _to_hf(self, part: Part, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with _as_one_rank(self._solo):
+            converted = self._skeleton.to_hf(part, whole)
+        if self._copies_embedding and _EMBEDDING in converted:
+            converted[_OUTPUT_LAYER] = converted[_EMBEDDING]
+        return converted
+
+    def _exchange(self, owner: int, sources: Sequence[Source]) -> dict[tuple[str, int], Tensor]:
+        """The shards by parameter and rank, on the owner. One message from each rank that has any."""
+        found = {(source.name, self.rank): self._read(source.name) for source in sources if self.rank in source.ranks}
+        for is_expert, group in self._groups.items():
+            by_rank: dict[int, list[Source]] = {}
+            # By falling item size, so that each shard starts at a multiple of its own.
+            for source in sorted(sources, key=lambda source: -source.shard.dtype.itemsize):
+                for rank in source.ranks if source.is_expert == is_expert else ():
+                    if rank != owner:
+                        by_rank.setdefault(rank, []).append(source)
+            if self.rank == owner:
+                found |= self._receive(by_rank, group)
+            elif self.rank in by_rank:
+                own = [found[source.name, self.rank] for source in by_rank[self.rank]]
+                message = torch.cat([shard.contiguous().view(-1).view(torch.uint8) for shard in own])
+                _wait([dist.P2POp(dist.isend, message, owner, group)])
+        return found
+
+    def _receive(self, by_rank: Mapping[int, list[Source]], group: dist.ProcessGroup) -> dict[tuple[str, int], Tensor]:
+        messages = {
+            rank: torch.empty(sum(source.shard_bytes for source in sent), dtype=torch.uint8, device=self.device)
+            for rank, sent in by_rank.items()
+        }
+        _wait([dist.P2POp(dist.irecv, message, rank, group) for rank, message in messages.items()])
+        found: dict[tuple[str, int], Tensor] = {}
+        for rank, message in messages.items():
+            start = 0
+            for source in by_rank[rank]:
+                shard = message[start : start + source.shard_bytes].view(source.shard.dtype).view(source.shard.shape)
+                found[source.name, rank] = shard
+                start += source.shard_bytes
+        return found
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._held[name]
+        values = dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor.detach()
+        return values.to(self._dtypes[name])
+
+    def _convert(
+        self, piece: Sequence[int], shards: Mapping[tuple[str, int], Tensor], views: Mapping[str, Tensor]
+    ) -> None:
+        for number in piece:
+            part = self.plan.parts[number]
+            whole = {
+                source.name: source.merge([shards[source.name, rank] for rank in source.ranks])
+                for source in part.sources
+            }
+            converted = self._to_hf(self._skeleton.parts[number], whole)
+            for name, tensor in converted.items():
+                if name + SCALE_SUFFIX in views:
+                    values, scales = quantize_blockwise(tensor, name)
+                    _store(name, values, views)
+                    _store(name + SCALE_SUFFIX, scales, views)
+                else:
+                    _store(name, tensor, views)
+
+
+def _store(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> None:
+    if tensor.shape != views[name].shape or tensor.dtype != views[name].dtype:
+        raise PublishError(f"{name} became {list(tensor.shape)} {tensor.dtype}, and was planned as {views[name].shape}")
+    views[name].copy_(tensor)
+
+
+def _wait(operations: list[Any]) -> None:
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _local_tensors(chunks: Sequence[torch.nn.Module], known: set[str]) -> dict[str, Tensor]:
+    """Parameters and buffers of this rank, by their names in the whole model.
+
+    The output layer that the last stage of a tied model has as well is left out, and so are the buffers that no
+    Hugging Face tensor is made of.
     """
-    return [
-        (name, _without_padding(name, tensor.detach(), vocab_size))
-        for name, tensor in bridge.export_hf_weights(list(chunks), show_progress=False)
-    ]
+    config = get_model_config(chunks[0])
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        named = itertools.chain(chunk.named_parameters(), persistent_buffers(chunk))
+        for wrapped_name, tensor in named:
+            if "_extra_state" in wrapped_name:
+                continue
+            local_name = wrapped_name
+            while local_name.startswith("module."):
+                local_name = local_name.removeprefix("module.")
+            name = _megatron_local_name_to_global(list(chunks), config, local_name, number)
+            is_parameter = isinstance(tensor, torch.nn.Parameter) and name != "output_layer.weight"
+            if name in known or is_parameter:
+                found[name] = tensor
+    return found
 
 
-def _without_padding(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
-    # A copy: the bridge may hand out the parameter itself, and the next optimizer step would change what is being sent.
-    return (tensor[:vocab_size] if name in VOCABULARY_TENSORS else tensor).clone()
+def _describe(held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> Holdings:
+    shards = {
+        name: Shard(
+            shape=tuple(tensor.shape),
+            # Megatron brings the routers' biases, which are buffers, from the model's precision to float32 while it
+            # runs.
+            dtype=tensor.dtype if isinstance(tensor, torch.nn.Parameter) else torch.float32,
+            stride=getattr(tensor, "partition_stride", 1),
+        )
+        for name, tensor in held.items()
+    }
+    return Holdings(
+        rank=dist.get_rank(),
+        stage=groups.pp.rank(),
+        tensor_group=tuple(dist.get_process_group_ranks(groups.tp)),
+        expert_group=tuple(dist.get_process_group_ranks(groups.ep)),
+        shards=shards,
+    )
+
+
+@contextmanager
+def _as_one_rank(solo: dist.ProcessGroup) -> Iterator[None]:
+    """Megatron's parallel state as if this rank were alone: so megatron-bridge converts whole parameters."""
+    state = vars(parallel_state)
+    saved = {name: value for name, value in state.items() if name.startswith("_") and name.isupper()}
+    try:
+        for name, value in saved.items():
+            if isinstance(value, dist.ProcessGroup) or name in ("_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GROUP"):
+                state[name] = solo
+            elif name.endswith("_RANKS") and value is not None:
+                state[name] = [dist.get_rank()]
+            elif name.startswith(("_MPU_", "_VIRTUAL_")):
+                state[name] = None
+        yield
+    finally:
+        state.update(saved)

@@ -1,39 +1,84 @@
 """A new weight version for every rollout server, or an error: never a half-updated model that goes on."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from megatron_a3po.config import PublishConfig
-from megatron_a3po.errors import PublishError
+from megatron_a3po.errors import A3poError, PublishError
+from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.plan import Bucket, split_into_buckets
-from megatron_a3po.weights.transport import UpdateGroup, WeightReceivers, as_publish_error
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.checksums import compare_servers
+from megatron_a3po.weights.joining import in_daemon_thread
+from megatron_a3po.weights.pipeline import BucketPipeline
+from megatron_a3po.weights.plan import Plan
+from megatron_a3po.weights.problems import EXPECTED, describe
+from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.signals import Signals, Stopped
+
+_publications = itertools.count()
+
+
+class WeightSource(Protocol):
+    """Where the tensors come from; `gather.WeightCollector` is the real one."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def device(self) -> torch.device: ...
+    def fill(self, bucket: Bucket, buffer: Tensor | None) -> None: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class Transport(Protocol):
+    """A way to the servers: `transport.UpdateGroups` or `disk.DiskTransport`."""
+
+    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+        """On the owner, for its buckets in order. `buffer` [bucket.nbytes] uint8 is free again afterwards."""
+
+    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+        """On rank 0, meanwhile: pause the servers, and have them take all buckets and the version."""
+
+    def close(self) -> None: ...
 
 
 class WeightPublisher:
-    """On every rank; rank 0, which has the `receivers`, sends. A context manager."""
+    """On every rank; rank 0, which has the `receivers`, talks to the servers. A context manager."""
 
     def __init__(
         self,
-        config: PublishConfig,
-        gather: Callable[[], list[tuple[str, Tensor]]],
+        source: WeightSource,
+        transport: Transport,
         receivers: WeightReceivers | None,
+        control: dist.ProcessGroup,
         *,
-        backend: str,
         timer: PhaseTimer,
+        num_buffers: int = 2,
     ) -> None:
-        """`gather`: every tensor with its Hugging Face name; collective. `backend`: gloo or nccl."""
-        self._config = config
-        self._gather = gather
+        """`control`: a gloo group of all ranks, in which they may wait for long. `num_buffers`: of 1, a bucket is
+        filled when the one before is sent."""
+        self._source = source
+        self._transport = transport
         self._receivers = receivers
+        self._control = control
         self._timer = timer
-        self._group = (
-            UpdateGroup(receivers, backend=backend, timeout_seconds=config.timeout_seconds) if receivers else None
-        )
+        self._num_buffers = num_buffers
+        self._rank = dist.get_rank()
+        self._owned = [bucket for bucket in source.plan.buckets if bucket.owner == self._rank]
+        # For this thread, the one that sends and the one that announces: a client of a store serves one at a time.
+        self._stores = [c10d._get_default_store().clone() for _ in range(3)]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of this rank's buffers while it publishes."""
+        return self._num_buffers * max((bucket.nbytes for bucket in self._owned), default=0)
 
     def __enter__(self) -> Self:
         return self
@@ -42,65 +87,79 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # After an error the servers' state is unknown: the next run's reset, or the server's end, clears it.
-        if self._group is not None and error is None:
-            self._group.close()
+        if error is None:
+            self._transport.close()
 
-    def publish(self, version: int) -> None:
-        """Give every server the present weights as `version`. Collective. Raises PublishError.
+    def publish(self, version: int) -> dict[str, float]:
+        """Give every server the present weights as `version`; returns metrics. Collective. Raises PublishError.
 
-        On an error generation stays paused: a server that holds half of an update must not go on sampling.
+        An error on one rank is raised on all of them. Then generation stays paused: a server that holds half of an
+        update must not go on sampling.
         """
+        name = f"publication {next(_publications)}"
+        signals, sending, announcing = (Signals(store, name) for store in self._stores)
         with self._timer.phase("publish"):
-            with self._timer.phase("publish/gather"):
-                named_tensors = self._gather()
+            announcer = None
             if self._receivers is not None:
-                with as_publish_error(f"version {version} was not published"):
-                    self._send(named_tensors, version)
+                announcer = in_daemon_thread(partial(self._announce, version, announcing))
+            self._send_own(signals, sending)
+            if announcer is not None:
+                announcer.result()
+            reasons = gather_json(signals.stop_reason(), self._control)
+            for told in (signals, sending, announcing):
+                told.forget()
+        if (reason := next((text for text in reasons if text is not None), None)) is not None:
+            raise PublishError(f"version {version} was not published: {reason}")
+        plan = self._source.plan
+        return {"published_bytes": float(plan.nbytes), "publish_buckets": float(len(plan.buckets))}
 
-    def _send(self, named_tensors: list[tuple[str, Tensor]], version: int) -> None:
-        assert self._receivers is not None and self._group is not None
-        buckets = split_into_buckets(named_tensors, self._config.bucket_bytes)
-        tensors = dict(named_tensors)
-        if not tensors or len(tensors) != len(named_tensors):
-            raise PublishError("no tensor to publish, or one comes twice; the model's names are broken")
-        with self._timer.phase("publish/pause"):
-            self._receivers.pause()
-        with self._timer.phase("publish/send"):
-            self._receivers.begin()
-            for number, bucket in enumerate(buckets, 1):
-                request = bucket.request(self._group.name)
-                # Version and flush go with the last bucket: before it, no server holds the new weights as a whole.
-                last = number == len(buckets)
-                request |= {"flush_cache": last} | ({"weight_version": str(version)} if last else {})
-                self._group.send(request, _flatten(bucket, tensors))
-            self._receivers.end()
-        with self._timer.phase("publish/checksums"):
-            self._compare_servers(version)
-        with self._timer.phase("publish/resume"):
-            self._receivers.resume()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the present weights as they are published, on rank 0. To be gone through by every rank."""
+        return self._source.tensors()
 
-    def _compare_servers(self, version: int) -> None:
-        """A 200 does not prove that a server loaded what it received; equal checksums on all servers are evidence."""
+    def _send_own(self, signals: Signals, sending: Signals) -> None:
+        """Take part in collecting every bucket, and send those that are this rank's.
+
+        Errors become a reason to stop. Only those of collectives are raised: the ranks are no longer together.
+        """
+        pipeline = None
+        if self._owned:
+            send = partial(self._transport.send, signals=sending)
+            size = max(bucket.nbytes for bucket in self._owned)
+            pipeline = BucketPipeline(send, size, self._source.device, num_buffers=self._num_buffers)
+        for bucket in self._source.plan.buckets:
+            buffer = pipeline.take_buffer() if pipeline is not None and bucket.owner == self._rank else None
+            try:
+                self._source.fill(bucket, buffer[: bucket.nbytes] if buffer is not None else None)
+            except A3poError as error:
+                signals.stop(describe(error))
+                # The others do not know yet, and go on collecting with this rank.
+                buffer = None
+            except BaseException as error:
+                signals.stop(f"rank {self._rank}: {describe(error)}")
+                raise
+            if pipeline is not None and buffer is not None:
+                pipeline.put(bucket, buffer)
+        try:
+            if pipeline is not None:
+                pipeline.finish()
+        except Stopped:
+            pass
+        except EXPECTED as error:
+            signals.stop(describe(error))
+
+    def _announce(self, version: int, signals: Signals) -> None:
         assert self._receivers is not None
-        if len(self._receivers.urls) < 2:
-            return
-        first_of_size: dict[int, tuple[str, list[dict[str, str]]]] = {}
-        for url, ranks in zip(self._receivers.urls, self._receivers.checksums(), strict=True):
-            # Servers of another tensor-parallel size hold other shards.
-            first_url, first_ranks = first_of_size.setdefault(len(ranks), (url, ranks))
-            differing = {
-                name
-                for first, other in zip(first_ranks, ranks, strict=True)
-                for name in first.keys() | other.keys()
-                if first.get(name) != other.get(name)
-            }
-            if differing:
-                raise PublishError(
-                    f"version {version}: {url} and {first_url} hold different weights in {len(differing)} tensors, "
-                    f"such as {', '.join(sorted(differing)[:3])}"
-                )
-
-
-def _flatten(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:
-    """The bucket's bytes, [bytes] uint8."""
-    return torch.cat([tensors[name].contiguous().view(-1).view(torch.uint8) for name in bucket.names])
+        try:
+            self._transport.deliver(version, signals, self._timer)
+            with self._timer.phase("publish/checksums"):
+                compare_servers(self._receivers, version)
+            with self._timer.phase("publish/resume"):
+                self._receivers.resume()
+        except Stopped:
+            pass
+        except EXPECTED as error:
+            signals.stop(describe(error))
+        except BaseException as error:
+            signals.stop(describe(error))
+            raise

@@ -288,7 +288,8 @@ def _receiver_main(pipe: "Connection[Any, Any]") -> None:
         return buffer.numpy().tobytes()
 
     def leave(body: Json) -> None:
-        dist.destroy_process_group(groups.pop(body["group_name"]))
+        if body["group_name"] in groups:
+            dist.destroy_process_group(groups.pop(body["group_name"]))
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     commands: dict[str, Callable[[Json], bytes | None]] = {

@@ -15,14 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_a3po.config import PublishConfig
 from megatron_a3po.errors import PublishError
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.plan import split_into_buckets
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.plan import PartSpec, make_plan
 from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.weights.sources import Holdings, Shard
+from megatron_a3po.weights.transport import UpdateGroups
 from tests.unit.scripted_server import Receiver, ScriptedServer, answer, hang, refuse, start_receiver
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +92,36 @@ def control(*urls: str) -> Iterator[ServerControl]:
         loop.close()
 
 
+class OneRank:
+    """Named tensors as if a model of one rank had them, planned at the start like a model's."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensors: Callable[[], Named], bucket_bytes: int) -> None:
+        self._tensors = tensors
+        first = tensors()
+        shards = {name: Shard(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in first}
+        held = Holdings(rank=0, stage=0, tensor_group=(0,), expert_group=(0,), shards=shards)
+        parts = [
+            PartSpec(
+                shapes={name: tuple(tensor.shape)},
+                tensors=(TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape)),),
+            )
+            for name, tensor in first
+        ]
+        self.plan = make_plan(parts, [held], bucket_bytes=bucket_bytes)
+        self.filled: list[int] = []
+
+    def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
+        self.filled.append(bucket.number)
+        present = dict(self._tensors())
+        for name, view in bucket.views(buffer).items() if buffer is not None else ():
+            view.copy_(present[name])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._tensors()
+
+
 @contextmanager
 def publishing(
     servers: list[ScriptedServer],
@@ -96,12 +130,18 @@ def publishing(
     bucket_bytes: int = 1 << 20,
     timeout_seconds: float = 20.0,
 ) -> Iterator[WeightPublisher]:
-    config = PublishConfig(bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds)
     with (
         control(*(server.url for server in servers)) as receivers,
-        WeightPublisher(config, tensors, receivers, backend="gloo", timer=PhaseTimer()) as publisher,
+        make_publisher(OneRank(tensors, bucket_bytes), receivers, timeout_seconds) as publisher,
     ):
         yield publisher
+
+
+def make_publisher(source: OneRank, receivers: WeightReceivers, timeout_seconds: float) -> WeightPublisher:
+    group = dist.group.WORLD
+    assert group is not None
+    groups = UpdateGroups(source.plan, receivers, group, run_id="test", backend="gloo", timeout_seconds=timeout_seconds)
+    return WeightPublisher(source, groups, receivers, group, timer=PhaseTimer())
 
 
 def timed_publish(publisher: WeightPublisher, version: int, seconds: list[float]) -> None:
@@ -137,7 +177,10 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
     first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
     tensors = some_tensors()
-    with serve(first_receiver, second_receiver) as servers, publishing(servers, lambda: tensors) as publisher:
+    with (
+        serve(first_receiver, second_receiver) as servers,
+        publishing(servers, lambda: tensors, bucket_bytes=190) as publisher,
+    ):
         publisher.publish(3)
         sent = [server.bodies(UPDATE) for server in servers]
         paths = servers[0].paths()
@@ -145,22 +188,24 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
 
     assert sent[0] == sent[1]
     requests = sent[0]
-    assert [name for request in requests for name in request["names"]] == [name for name, _ in tensors]
-    assert [shape for request in requests for shape in request["shapes"]] == [list(t.shape) for _, t in tensors]
+    ordered = [tensors[number] for number in (0, 3, 1, 2, 4)]  # in a bucket, those of larger items come first
+    assert [len(request["names"]) for request in requests] == [4, 1]
+    assert [name for request in requests for name in request["names"]] == [name for name, _ in ordered]
+    assert [shape for request in requests for shape in request["shapes"]] == [list(t.shape) for _, t in ordered]
     dtypes = [dtype for request in requests for dtype in request["dtypes"]]
-    assert dtypes == ["float32", "bfloat16", "bfloat16", "float32", "float32"]
-    assert [len(set(request["dtypes"])) for request in requests] == [1, 1, 1]
-    assert [request["flush_cache"] for request in requests] == [False, False, True]
-    assert [request.get("weight_version") for request in requests] == [None, None, "3"]
+    assert dtypes == ["float32", "float32", "bfloat16", "bfloat16", "float32"]
+    assert [request["flush_cache"] for request in requests] == [False, True]
+    assert [request.get("weight_version") for request in requests] == [None, "3"]
     assert {request["load_format"] for request in requests} == {"flattened_bucket"}
     assert versions == ["3", "3"]
     for receiver in (first_receiver, second_receiver):
-        assert b"".join(receiver.buffers) == b"".join(as_bytes(tensor) for _, tensor in tensors)
+        assert b"".join(receiver.buffers) == b"".join(as_bytes(tensor) for _, tensor in ordered)
     assert paths == [
+        "/destroy_weights_update_group",
         "/init_weights_update_group",
         "/pause_generation",
         "/begin_weight_update",
-        *[UPDATE] * 3,
+        *[UPDATE] * 2,
         "/end_weight_update",
         "/weights_checker",
         "/continue_generation",
@@ -179,7 +224,8 @@ def test_ranks_of_the_group_follow_the_servers_and_its_end_leaves_no_group_behin
     assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 3), (2, 3)]
     assert joined[0]["master_address"] == "127.0.0.1" and joined[0]["backend"] == "gloo"
     name = joined[0]["group_name"]
-    assert left == [[{"group_name": name}]] * 2
+    # Before it is built, a run that died may have left one there.
+    assert left == [[{"group_name": name}] * 2] * 2
     assert name not in dist.distributed_c10d._world.pg_names.values()
 
 
@@ -205,48 +251,6 @@ def test_buckets_stay_within_their_bound_and_a_larger_tensor_travels_alone(first
     assert [len(buffer) for buffer in first_receiver.buffers] == [24, 12, 400, 8]
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 7, 8, 16, 10_000])
-def test_buckets_hold_every_tensor_once_in_order_with_one_dtype_each(bucket_bytes: int) -> None:
-    tensors = [(f"t{n}", torch.zeros(n, dtype=torch.bfloat16 if n % 3 else torch.float32)) for n in range(12)]
-
-    buckets = split_into_buckets(tensors, bucket_bytes)
-
-    assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in tensors]
-    by_name = dict(tensors)
-    for bucket in buckets:
-        assert {by_name[name].dtype for name in bucket.names} == {bucket.dtype}
-        assert [tuple(by_name[name].shape) for name in bucket.names] == list(bucket.shapes)
-        assert len(bucket.names) == 1 or sum(by_name[name].nbytes for name in bucket.names) <= bucket_bytes
-
-
-def test_a_rank_without_servers_only_takes_part_in_the_gathering() -> None:
-    gathered = []
-
-    def gather() -> Named:
-        gathered.append(True)
-        return []
-
-    with WeightPublisher(PublishConfig(), gather, None, backend="gloo", timer=PhaseTimer()) as publisher:
-        publisher.publish(0)
-
-    assert gathered == [True]
-
-
-def test_a_name_that_comes_twice_is_an_error_before_anything_is_sent(first_receiver: Receiver) -> None:
-    tensors = [("w", torch.zeros(1)), ("w", torch.ones(1))]
-    with serve(first_receiver) as (server,):
-        with pytest.raises(PublishError, match="twice"), publishing([server], lambda: tensors) as publisher:
-            publisher.publish(0)
-        assert server.paths()[1:] == []
-
-
-def test_a_model_without_tensors_is_an_error(first_receiver: Receiver) -> None:
-    with serve(first_receiver) as (server,):
-        with pytest.raises(PublishError, match="no tensor"), publishing([server], lambda: []) as publisher:
-            publisher.publish(0)
-        assert server.version == "default"
-
-
 def test_a_refusal_during_the_broadcast_ends_the_publication_at_once_and_nothing_is_resumed(
     first_receiver: Receiver,
 ) -> None:
@@ -258,7 +262,7 @@ def test_a_refusal_during_the_broadcast_ends_the_publication_at_once_and_nothing
             publishing([server], large_tensors) as publisher,
         ):
             timed_publish(publisher, 5, seconds)
-        assert seconds[0] < 2.0
+        assert seconds[0] < 5.0
         assert server.paths()[-1] == UPDATE
         assert server.version == "default"
 
@@ -274,7 +278,7 @@ def test_a_refusal_by_one_of_two_servers_ends_the_publication_at_once_and_frees_
             publishing(servers, large_tensors) as publisher,
         ):
             timed_publish(publisher, 5, seconds)
-        assert seconds[0] < 2.0
+        assert seconds[0] < 5.0
         assert all("/continue_generation" not in server.paths() for server in servers)
     # The second receiver waits in the broadcast, or has failed in it, until the trainer's end closes the connection.
 
@@ -414,15 +418,10 @@ def test_an_answer_without_checksums_is_an_error(
 def test_a_host_that_cannot_be_resolved_is_a_publish_error() -> None:
     class Elsewhere:
         urls = ("http://no-such-host.invalid:1",)
+        group_world_size = 2
 
     with pytest.raises(PublishError, match=r"no-such-host\.invalid"):
-        WeightPublisher(
-            PublishConfig(),
-            list,
-            Elsewhere(),  # type: ignore[arg-type]
-            backend="gloo",
-            timer=PhaseTimer(),
-        )
+        make_publisher(OneRank(some_tensors, 1000), Elsewhere(), 5.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("broken", ["update", "group"])
@@ -430,18 +429,12 @@ def test_a_trainer_whose_publication_failed_ends_at_once(broken: str) -> None:
     """Its threads inside the broadcast or the rendezvous must not keep the process until their timeouts."""
     program = textwrap.dedent("""
         import sys
-        import torch
         import torch.distributed as dist
-        from tests.unit.test_publisher import control, large_tensors
-        from megatron_a3po.config import PublishConfig
-        from megatron_a3po.errors import PublishError
-        from megatron_a3po.runtime.timing import PhaseTimer
-        from megatron_a3po.weights.publisher import WeightPublisher
+        from tests.unit.test_publisher import OneRank, control, large_tensors, make_publisher
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        config = PublishConfig(timeout_seconds=60.0)
         with control(sys.argv[1]) as receivers:
-            with WeightPublisher(config, large_tensors, receivers, backend="gloo", timer=PhaseTimer()) as publisher:
+            with make_publisher(OneRank(large_tensors, 1 << 20), receivers, 60.0) as publisher:
                 publisher.publish(0)
     """)
     with ExitStack() as stack:

@@ -280,12 +280,11 @@ async def test_reset_ignores_servers_that_have_nothing_to_undo(
 ) -> None:
     pool = await start_pool(*(server.url for server in servers))
     servers[0].script("/end_weight_update", refuse(400, "no session"))
-    servers[0].script("/destroy_weights_update_group", refuse(400, "no group"))
 
     await pool.reset()
 
     for server in servers:
-        assert server.paths() == ["/end_weight_update", "/destroy_weights_update_group", "/continue_generation"]
+        assert server.paths() == ["/end_weight_update", "/continue_generation"]
 
 
 async def test_reset_undoes_in_order_at_a_slow_server_though_another_has_nothing_to_undo(
@@ -299,19 +298,19 @@ async def test_reset_undoes_in_order_at_a_slow_server_though_another_has_nothing
         ended.append(time.monotonic())
         return success()
 
-    destroyed: list[float] = []
+    resumed: list[float] = []
 
-    async def destroy(*_: object) -> web.StreamResponse:
-        destroyed.append(time.monotonic())
+    async def resume(*_: object) -> web.StreamResponse:
+        resumed.append(time.monotonic())
         return success()
 
     servers[0].script("/end_weight_update", refuse(400, "no session"))
     servers[1].script("/end_weight_update", end_slowly)
-    servers[1].script("/destroy_weights_update_group", destroy)
+    servers[1].script("/continue_generation", resume)
 
     await pool.reset()
 
-    assert ended[0] < destroyed[0]
+    assert ended[0] < resumed[0]
 
 
 async def test_a_request_after_a_long_idle_time_does_not_use_a_connection_that_the_server_is_closing(
@@ -374,6 +373,5 @@ async def test_a_server_that_a_dead_run_left_paused_in_an_update_is_cleared_and_
 
     assert servers[0].paths()[2:] == [
         "/end_weight_update",
-        "/destroy_weights_update_group",
         "/continue_generation",
     ]

@@ -1,0 +1,74 @@
+"""From a configuration and a policy to its publisher."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.parallel.messages import broadcast_json
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.hf_folder import HfFolder
+from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.transport import UpdateGroups
+
+_PACKED = re.compile(r"_(blocks|scales)$")
+
+
+def build_publisher(
+    config: RunConfig,
+    chunks: Sequence[torch.nn.Module],
+    groups: Any,
+    receivers: WeightReceivers | None,
+    control: dist.ProcessGroup,
+    *,
+    timer: PhaseTimer,
+) -> WeightPublisher:
+    """Collective. chunks: this rank's part of the policy; groups: Megatron's; receivers: the servers, on rank 0;
+    control: a gloo group of all ranks, in which they may wait for long. Raises PublishError on every rank."""
+    # Megatron decides when it is imported which device and which modules there are: the policy's builder sees to it.
+    from megatron_a3po.weights.gather import WeightCollector
+
+    names = None
+    if receivers is not None and not has_megatron_weights(config.model):
+        folder = HfFolder.open(config.model)
+        names = published_names(folder.names(), folder.config)
+    collector = WeightCollector(
+        chunks,
+        groups,
+        config.model,
+        control,
+        bucket_bytes=config.publish.bucket_bytes,
+        expected_names=broadcast_json(names, control),
+        timer=timer,
+    )
+    transport = UpdateGroups(
+        collector.plan,
+        receivers,
+        control,
+        # The same after a restart, which then finds what the run has left at the servers.
+        run_id=hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:12],
+        backend="gloo" if config.device == "cpu" else "nccl",
+        timeout_seconds=config.publish.timeout_seconds,
+    )
+    return WeightPublisher(collector, transport, receivers, control, timer=timer)
+
+
+def published_names(names: Sequence[str], described: Mapping[str, Any]) -> list[str]:
+    """Those of a model's files that are the policy's, as they are called without MXFP4. `described`: config.json.
+
+    Layers for multi-token prediction follow the others in the files, and have no part in the policy.
+    """
+    num_layers = int(described["num_hidden_layers"])
+    found: dict[str, None] = {}
+    for name in names:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        beyond = layer is not None and int(layer[1]) >= num_layers
+        if not beyond and not name.startswith("mtp.") and not name.endswith(".rotary_emb.inv_freq"):
+            found[_PACKED.sub("", name)] = None
+    return list(found)

@@ -1,0 +1,82 @@
+"""Meeting the rollout servers in a process group that has none of the trainer's other ranks."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.runtime.processes import free_port
+from megatron_a3po.weights.signals import Signals
+
+_POLL_SECONDS = 0.001
+
+
+def meeting_place(url: str) -> tuple[str, int]:
+    """Address and port of this machine, as a server at `url` can reach them. Nothing is sent."""
+    target = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target.hostname, target.port or 80))
+        except OSError as error:
+            raise PublishError(f"{url} cannot be reached: {error}") from None
+        address = str(probe.getsockname()[0])
+    return address, free_port(address)
+
+
+def join_as_first(
+    name: str, place: tuple[str, int], world_size: int, backend: str, timeout_seconds: float
+) -> dist.ProcessGroup:
+    """As rank 0. Blocks until every rank has joined."""
+    timeout = timedelta(seconds=timeout_seconds)
+    store, _, _ = next(c10d.rendezvous(f"tcp://{place[0]}:{place[1]}", 0, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    # Below dist.new_group, which knows only the default group's ranks: the servers are not among them.
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=timeout,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def in_daemon_thread[T](work: Callable[[], T]) -> Future[T]:
+    """Not a pool's thread, which would keep a failed process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-update group", daemon=True).start()
+    return future
+
+
+def wait_for_all(futures: Sequence[Future[Any]], signals: Signals, timeout_seconds: float) -> None:
+    """Raises what the first of them raises, Stopped when another rank has failed, TimeoutError."""
+    deadline = time.monotonic() + timeout_seconds
+    waiting = list(futures)
+    while waiting:
+        for future in waiting:
+            if future.done():
+                future.result()
+        waiting = [future for future in waiting if not future.done()]
+        signals.raise_if_stopped()
+        if waiting and time.monotonic() > deadline:
+            raise TimeoutError(f"not complete after {timeout_seconds:g} s")
+        time.sleep(_POLL_SECONDS if waiting else 0)

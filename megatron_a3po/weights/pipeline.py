@@ -1,0 +1,55 @@
+"""Filling one bucket while another is on its way."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_a3po.weights.buckets import Bucket
+
+
+class BucketPipeline:
+    """At an owner, for one publication: buffers that go round between the caller and a thread that sends."""
+
+    def __init__(
+        self, send: Callable[[Bucket, Tensor], None], buffer_bytes: int, device: torch.device, *, num_buffers: int
+    ) -> None:
+        self._send = send
+        self._device = device
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[Bucket, Tensor] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        for _ in range(num_buffers):
+            self._free.put(torch.empty(buffer_bytes, dtype=torch.uint8, device=device))
+        self._thread = threading.Thread(target=self._run, name="weight sender", daemon=True)
+        self._thread.start()
+
+    def take_buffer(self) -> Tensor | None:
+        """Wait for a buffer that is not on its way; None when sending has failed."""
+        buffer = self._free.get()
+        return None if self._error is not None else buffer
+
+    def put(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Have the first bytes of `buffer` sent, in the order of the calls."""
+        self._filled.put((bucket, buffer))
+
+    def finish(self) -> None:
+        """Wait until everything is sent. Raises what sending has raised."""
+        self._filled.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread begins at the first one
+        while (item := self._filled.get()) is not None:
+            bucket, buffer = item
+            try:
+                if self._error is None:
+                    self._send(bucket, buffer[: bucket.nbytes])
+            except BaseException as error:
+                self._error = error
+            self._free.put(buffer)

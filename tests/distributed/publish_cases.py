@@ -1,0 +1,66 @@
+"""Layouts whose weights are collected and published, and what they must come to by the Hugging Face files."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.parity import Case, configuration
+
+_TP2_PP2 = {"tensor": 2, "pipeline": 2}
+CASES = [
+    Case(parallel={}),
+    Case(parallel={"tensor": 4}),
+    Case(parallel=_TP2_PP2),
+    Case(parallel={"pipeline": 4}),
+    Case(parallel={"pipeline": 2, "virtual_pipeline": 2}),
+    Case(family="qwen3", parallel=_TP2_PP2),
+    Case(family="qwen3", parallel={"tensor": 2, "context": 2}),
+    Case(family="qwen3", parallel={**_TP2_PP2, "virtual_pipeline": 2}),
+    Case(family="qwen2", parallel=_TP2_PP2),
+    Case(family="llama3", parallel={"tensor": 2}),
+    Case(family="qwen3_moe", parallel={"expert": 4}),
+    Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
+    Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 4}),
+    Case(family="qwen3_moe", parallel={"pipeline": 2, "expert": 2}),
+    Case(family="qwen3_moe", parallel={"pipeline": 2, "virtual_pipeline": 2, "expert": 2}),
+    Case(family="glm4_moe", parallel={"tensor": 2, "expert": 2}),
+    Case(family="glm4_moe", parallel={"pipeline": 2, "expert": 2}),
+    Case(family="deepseek_v3", parallel={"tensor": 2, "expert": 2}),
+    Case(family="gpt_oss", parallel={"tensor": 2, "expert": 2}),
+    Case(family="gpt_oss", parallel={"pipeline": 2, "expert": 2}),
+]
+
+
+def encoded(cases: list[Case]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(case) for case in cases]
+
+
+def changed_policy(case: Case, folder: Path) -> Any:
+    """A tiny model's policy in the layout of the case, whose weights are those of the file times 1.25. Collective."""
+    import torch
+    import torch.distributed as dist
+    from megatron.bridge.models.conversion.utils import persistent_buffers
+
+    from megatron_a3po.actor.fusions import detect_fusions
+    from megatron_a3po.actor.model import build_model
+    from tests.tiny_models import save_tiny_model
+
+    if dist.get_rank() == 0 and not folder.exists():
+        save_tiny_model(case.family, folder)
+    dist.barrier()
+    model = build_model(configuration(case, folder), detect_fusions())
+    with torch.no_grad():
+        for chunk in model.chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(1.25)
+            for _, buffer in persistent_buffers(chunk):
+                buffer.mul_(1.25)
+    return model
+
+
+def expected_bytes(folder: Path) -> dict[str, bytes]:
+    """The tensors of the file times 1.25, in float32."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    return {name: (tensor.float() * 1.25).contiguous().numpy().tobytes() for name, tensor in tensors.items()}
