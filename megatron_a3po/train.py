@@ -8,6 +8,7 @@ from megatron_a3po.algorithm.advantage import Advantages, compute_advantages, ov
 from megatron_a3po.config import RunConfig, to_yaml
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
 from megatron_a3po.rollout.source import RolloutSource
+from megatron_a3po.runtime.manifest import folder_name
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.recorder import RunRecorder
 from megatron_a3po.runtime.run_dir import claim_run_dir
@@ -47,6 +48,9 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                 rollouts.set_version(actor.version)
                 return published | actor.compare_logprobs(rollouts.sample_fresh())
 
+            def export(name: str) -> None:
+                save_hf_folder(publisher.tensors(), config.model, config.run_dir / name, rank=info.rank)
+
             recorder.start(publish(), rollouts.evaluate() if resumed_step == 0 else None)
             for step in range(resumed_step + 1, config.num_steps + 1):
                 batch = rollouts.next_batch()
@@ -60,7 +64,9 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
                 checkpoints.save_if_due(step, actor, rollouts.state)
-            save_hf_folder(publisher.tensors(), config.model, config.run_dir / "model", rank=info.rank)
+                if config.checkpoint.is_export_due(step):
+                    export(f"exports/{folder_name(step)}")
+            export("model")
         recorder.finish(rollouts.ledger_counts())
 
 

@@ -175,12 +175,20 @@ class CheckpointConfig(_Section):
     """Older checkpoints are deleted..."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """... but for those of steps that are a multiple of this; 0: no exception."""
+    export_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Write the policy as a Hugging Face folder, `run_dir/exports/step_...`, each so many steps; 0: only after the last
+    one, as `run_dir/model`. Exports are never deleted."""
+    asynchronous: bool = False
+    """Copy the state to host memory and write it while training goes on; for a while that memory is used twice."""
     preemption_grace_seconds: PositiveFloat = 25
     """At SIGTERM or SIGUSR1 a run finishes its step, saves, and ends with exit code 75. After so long it ends at once:
     torchrun kills its ranks 30 s after it was sent a signal itself."""
 
     def is_due(self, step: int, num_steps: int) -> bool:
         return self.every_steps > 0 and (step == num_steps or step % self.every_steps == 0)
+
+    def is_export_due(self, step: int) -> bool:
+        return self.export_every_steps > 0 and step % self.export_every_steps == 0
 
 
 class EvaluationConfig(_Section):

@@ -150,6 +150,7 @@ def build_skeleton(model: Path) -> Skeleton:
         # Positions have no parameters, and some of their settings come only with the trainer's.
         "position_embedding_type": "none",
         "perform_initialization": False,
+        "init_model_with_meta_device": True,  # Transformer Engine's modules would else be made on the GPU
         "gradient_accumulation_fusion": False,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
