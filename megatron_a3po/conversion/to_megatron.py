@@ -25,7 +25,7 @@ from megatron_a3po.weights.hf_folder import HfFolder
 from megatron_a3po.weights.hf_output import model_files
 from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
 
-_FILE_BYTES = 4 * 1024**3
+_FILE_BYTES = 1024**3
 _MXFP4 = ("_blocks", "_scales")
 """In whose place one name stands: what the experts of gpt-oss are published as."""
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.runs import metrics, run_to_end, torchrun
+from tools.benchmark_conversion import run_tool, write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -44,3 +45,17 @@ def test_a_run_starts_from_megatrons_weights_and_its_exports_and_checkpoints_are
         loaded, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         assert len(tokenizer("spell").input_ids) > 0 and loaded.generation_config is not None
         assert (folder / "generation_config.json").exists()
+
+
+def test_the_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    peaks: dict[str, list[float]] = {}
+    for layers in (1, 8):
+        folders = [tmp_path / f"{kind}{layers}" for kind in ("hf", "megatron", "back")]
+        num_parameters = write_model(folders[0], layers, vocabulary=8192)
+        for tool, source, target in zip(
+            ("convert_hf_to_megatron.py", "convert_megatron_to_hf.py"), folders, folders[1:], strict=False
+        ):
+            peaks.setdefault(tool, []).append(run_tool(tool, 1, str(source), str(target))[0])
+    assert num_parameters * 2 > 0.9 * 2**30, "the larger model weighs more than the limit below by far"
+    for tool, (small, large) in peaks.items():
+        assert large - small <= 0.2, f"{tool}: {small} and {large} GiB"
