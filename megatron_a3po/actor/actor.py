@@ -19,7 +19,7 @@ from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
 from megatron_a3po.actor.precision import refuse_missing_fp8
 from megatron_a3po.actor.reference import ReferenceWeights
 from megatron_a3po.actor.summary import startup_summary
-from megatron_a3po.actor.training_state import load_training_state, save_training_state
+from megatron_a3po.actor.training_state import TrainingStateSave, load_training_state, plan_save
 from megatron_a3po.config import RunConfig, load_architecture
 from megatron_a3po.config.estimate import choose_output_layer
 from megatron_a3po.config.layout_checks import token_multiple
@@ -114,12 +114,12 @@ class PolicyActor:
                 )
             check_versions(trajectory, self.version, max_staleness=self.version)  # how old is the buffer's matter
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and version into an empty folder that all ranks see."""
-        save_training_state(folder, self.model, self.optimizer, self.version)
+    def plan_save(self, folder: Path) -> TrainingStateSave:
+        """How weights, optimizer and version get into an empty folder that all ranks see."""
+        return plan_save(folder, self.model, self.optimizer, self.version)
 
     def load(self, folder: Path, *, same_layout: bool) -> None:
-        """Go on from what `save` wrote, in this or another parallel layout."""
+        """Go on from what such a save wrote, in this or another parallel layout."""
         self.version = load_training_state(folder, self.model, self.optimizer, same_layout=same_layout)
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

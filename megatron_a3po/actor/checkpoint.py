@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,17 +19,29 @@ from megatron_a3po.config import RunConfig, load_architecture, to_yaml
 from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
+from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.checkpoints import CheckpointStore, newest_valid
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, describe, read_manifest
+from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, describe_files
 from megatron_a3po.runtime.resume import plan_resume, record_origin
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
 from megatron_a3po.runtime.timing import PhaseTimer
 
 if TYPE_CHECKING:
-    from megatron_a3po.actor.actor import PolicyActor  # it imports Megatron, for which the process is not ready yet
+    # They import Megatron, for which the process is not ready yet.
+    from megatron_a3po.actor.actor import PolicyActor
+    from megatron_a3po.actor.training_state import TrainingStateSave
 
 ROLLOUTS_FILE = "rollouts.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _UnfinishedSave:
+    step: int
+    facts: dict[str, Any]
+    state: TrainingStateSave
+    written: Future[dict[str, Any]]
+    """what this rank's files are, once they are on the disk"""
 
 
 class CheckpointManager:
@@ -46,6 +59,7 @@ class CheckpointManager:
             keep_every=config.checkpoint.keep_every,
         )
         self._resumed: tuple[Path, Manifest] | None = None
+        self._unfinished: _UnfinishedSave | None = None
         self._saved_step = 0
         """The newest that a resumed run would go on from; 0: from the start."""
 
@@ -93,49 +107,82 @@ class CheckpointManager:
         return load_rollout_state(folder / ROLLOUTS_FILE) if self._rank == 0 else None
 
     def save_if_due(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
-        """To be called after every step. `rollouts` gives what rank 0 knows of them."""
-        if self._config.checkpoint.is_due(step, self._config.num_steps):
-            self.save(step, actor, rollouts())
+        """To be called after every step. `rollouts` gives what rank 0 knows of them.
+
+        Raises CheckpointError on every rank, also for what went wrong in the background since the last call.
+        """
+        config = self._config
+        if config.checkpoint.is_due(step, config.num_steps):
+            # Nothing goes on beside the saving of the last step.
+            self.save(step, actor, rollouts(), wait=step == config.num_steps or not config.checkpoint.asynchronous)
+        elif self._unfinished is not None and all(gather_json(self._unfinished.written.done(), self._group)):
+            self._finish()
 
     def save_before_end(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
         """Save the last step that was made, unless it is saved already, or none was made."""
+        self._finish()
         if step > self._saved_step:
             self.save(step, actor, rollouts())
 
-    def save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None) -> None:
-        """Write the checkpoint of this step. `rollouts`: on rank 0. Raises CheckpointError on every rank."""
+    def save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None, *, wait: bool = True) -> None:
+        """Write the checkpoint of this step. `rollouts`: on rank 0. Raises CheckpointError on every rank.
+
+        Without `wait` the state is copied and written while training goes on; `save_if_due` makes it a checkpoint.
+        """
+        self._finish()
         with self._timer.phase("checkpoint"):
-            self._save(step, actor, rollouts)
+            folder = self._store.unfinished_folder(step)
+            self._on_rank_zero(lambda: self._store.begin(step, self._needed_bytes()))
+            state = self._together(lambda: self._with_megatron(step, lambda: actor.plan_save(folder)))
+            if not wait:
+                state.copy_to_host()
+            self._unfinished = _UnfinishedSave(
+                step=step,
+                facts={"layout": self._layout(), "version": actor.version},
+                state=state,
+                written=in_background(lambda: self._write(step, folder, state, rollouts), "checkpoint"),
+            )
+        if wait:
+            self._finish()
 
-    def _save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None) -> None:
-        store, folder = self._store, self._store.unfinished_folder(step)
-        self._on_rank_zero(lambda: store.begin(step, self._needed_bytes()))
-        self._everywhere(lambda: self._write_training_state(step, folder, actor))
-        self._on_rank_zero(lambda: self._write_own_files(step, folder, rollouts))
-        described = self._everywhere(lambda: self._described(step, folder))
-        records = {name: FileRecord(**record) for share in described for name, record in share.items()}
-        facts = {"layout": self._layout(), "version": actor.version}
-        self._on_rank_zero(lambda: store.commit(step, records, facts))
-        self._saved_step = step
+    def _finish(self) -> None:
+        """Turn the unfinished save, if there is one, into a checkpoint, once all ranks have written."""
+        if self._unfinished is None:
+            return
+        save, self._unfinished = self._unfinished, None
+        with self._timer.phase("checkpoint"):
+            written = gather_json(self._together(save.written.result), self._group)
+            self._together(lambda: self._with_megatron(save.step, save.state.finish))
+            records = {name: FileRecord(**record) for share in written for name, record in share.items()}
+            self._on_rank_zero(lambda: self._commit(save, records))
+        self._saved_step = save.step
 
-    def _write_training_state(self, step: int, folder: Path, actor: PolicyActor) -> None:
+    def _write(
+        self, step: int, folder: Path, state: TrainingStateSave, rollouts: RolloutState | None
+    ) -> dict[str, Any]:
+        """This rank's files, and what they are. No collective."""
+        with self._store.saving(step):
+            state.write()
+            names = state.file_names
+            if self._rank == 0:
+                assert rollouts is not None, "rank 0 knows the rollouts"
+                save_rollout_state(rollouts, folder / ROLLOUTS_FILE)
+                (folder / CONFIG_FILE).write_text(to_yaml(self._config), encoding="utf-8")
+                names = [*names, ROLLOUTS_FILE, CONFIG_FILE]
+            return {name: dataclasses.asdict(record) for name, record in describe_files(folder, names).items()}
+
+    def _commit(self, save: _UnfinishedSave, records: dict[str, FileRecord]) -> None:
+        with self._store.saving(save.step):
+            of_megatron = describe_files(self._store.unfinished_folder(save.step), save.state.METADATA_FILES)
+        self._store.commit(save.step, records | of_megatron, save.facts)
+
+    def _with_megatron[T](self, step: int, work: Callable[[], T]) -> T:
         """A rank that fails in the midst of Megatron's collectives leaves the others to their timeout."""
         with self._store.saving(step):
             try:
-                actor.save(folder)
+                return work()
             except CheckpointException as error:  # torch's, which gathers what went wrong on all ranks
                 raise OSError(str(error)) from error
-
-    def _write_own_files(self, step: int, folder: Path, rollouts: RolloutState | None) -> None:
-        assert rollouts is not None, "rank 0 knows the rollouts"
-        with self._store.saving(step):
-            save_rollout_state(rollouts, folder / ROLLOUTS_FILE)
-            (folder / CONFIG_FILE).write_text(to_yaml(self._config), encoding="utf-8")
-
-    def _described(self, step: int, folder: Path) -> dict[str, Any]:
-        with self._store.saving(step):
-            records = describe(folder, self._rank, self._world_size)
-        return {name: dataclasses.asdict(record) for name, record in records.items()}
 
     def _needed_bytes(self) -> int:
         """Weights, and in float32 the masters and both moments; the rest is small."""
@@ -148,25 +195,19 @@ class CheckpointManager:
 
     def _check_together(self, folder: Path) -> Manifest:
         """Each rank checks its share of the files; what one finds wrong is wrong for all."""
-        self._everywhere(lambda: check(folder, self._rank, self._world_size).step)
-        return read_manifest(folder)
+        return self._together(lambda: check(folder, self._rank, self._world_size))
 
     def _on_rank_zero(self, work: Callable[[], Any]) -> None:
-        def there() -> None:
-            if self._rank == 0:
-                work()
+        self._together(lambda: work() if self._rank == 0 else None)
 
-        self._everywhere(there)
-
-    def _everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` gives on all ranks (JSON). Raises CheckpointError on every rank if it failed on one."""
+    def _together[T](self, work: Callable[[], T]) -> T:
+        """What `work` gives on this rank. Raises CheckpointError on every rank if it did on one."""
         result, failure = None, None
         try:
             result = work()
         except CheckpointError as error:
             failure = str(error)
-        answers = gather_json([result, failure], self._group)
-        for _, text in answers:
+        for text in gather_json(failure, self._group):
             if text is not None:
                 raise CheckpointError(text)
-        return [value for value, _ in answers]
+        return cast(T, result)

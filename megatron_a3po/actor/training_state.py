@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -42,8 +43,52 @@ class TrainingState:
     skipped_in_a_row: int
 
 
-def save_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, version: int) -> None:
-    """Write into an empty folder that all ranks see. Collective."""
+class TrainingStateSave:
+    """A save that all ranks have planned: this rank's files are still to be written. One at a time."""
+
+    METADATA_FILES = (".metadata", "metadata.json")
+    """What `finish` writes, on rank 0."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self._finalize = request.finalize_fns
+        self._buckets: list[Any] = []
+        if request.async_fn is not None:  # otherwise other ranks write all that this one has
+            self._transforms = request.async_fn.args[0]
+            _, self._buckets, self._results = request.async_fn_args
+
+    @property
+    def file_names(self) -> list[str]:
+        """Of this rank, relative to the folder."""
+        return [Path(path).name for path, _, _ in self._buckets]
+
+    def copy_to_host(self) -> None:
+        """Take the state as it is now: afterwards training may change it while `write` is under way."""
+        for number, (path, name, (items, tensors)) in enumerate(self._buckets):
+            # Also tensors that are in host memory already: most of those are the live ones.
+            copies = [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]
+            self._buckets[number] = path, name, (items, copies)
+
+    def write(self) -> None:
+        """Write this rank's files. No collective, so it may be done in another thread. Raises OSError."""
+        results = {}
+        for number, bucket in enumerate(self._buckets):
+            _, result = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                self._transforms, number, bucket, None, None, use_fsync=True
+            )
+            if isinstance(result, Exception):
+                raise result if isinstance(result, OSError) else OSError(str(result)) from result
+            results[number] = result
+        if results:
+            self._results.put(results)
+
+    def finish(self) -> None:
+        """Write what tells where everything is, once all ranks have written. Collective."""
+        for finalize in self._finalize:
+            finalize()
+
+
+def plan_save(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, version: int) -> TrainingStateSave:
+    """Divide the writing among the ranks, into an empty folder that all of them see. Collective."""
     state = TrainingState(
         version=version,
         schedule_steps=optimizer.schedule.num_steps,
@@ -57,11 +102,13 @@ def save_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptim
         filesystem_async._results_queue = queue.Queue()
     # The replicas of a parameter share the writing of it.
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), model.groups.dp_cp)
-    dist_checkpointing.save(sharded, str(folder), strategy)
+    # Megatron's own asynchronous writing takes processes and copies nothing that is in host memory; its plan is used.
+    request = dist_checkpointing.save(sharded, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
+    return TrainingStateSave(request)
 
 
 def load_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, *, same_layout: bool) -> int:
-    """Put what `save_training_state` wrote into the model and the optimizer; returns the version. Collective.
+    """Put what a `TrainingStateSave` wrote into the model and the optimizer; returns the version. Collective.
 
     `same_layout`: whether this is the parallel layout that the folder was saved from.
     """

@@ -10,8 +10,8 @@
 
 A save, with `barrier` standing for whatever makes all ranks wait for each other:
 
-    rank 0: begin(step); barrier; all ranks write into unfinished_folder(step) and close their files; barrier;
-    all ranks: describe(folder, rank, world_size); rank 0 gathers the results and calls commit; barrier
+    rank 0: begin(step); barrier; all ranks write into unfinished_folder(step), close their files and describe them;
+    rank 0 gathers what they said, describes what only it has written since, and calls commit; barrier
 
 The order on the disk: every file of the checkpoint, the manifest, the names in the folder, the folder's final name,
 `latest`; only then are older checkpoints deleted. So whenever the run ends, even by a power cut, each `step_...` folder
@@ -69,7 +69,7 @@ class CheckpointStore:
     def commit(self, step: int, records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> Path:
         """Turn the unfinished folder into the newest checkpoint and delete those that need not stay.
 
-        `records`: what all ranks' `describe` returned, together. `facts`: any JSON. Raises CheckpointError.
+        `records`: what all ranks' `describe_files` returned, together. `facts`: any JSON. Raises CheckpointError.
         """
         folder = self._root / folder_name(step)
         with self.saving(step):
@@ -84,7 +84,7 @@ class CheckpointStore:
     def saving(self, step: int) -> Iterator[None]:
         """Inside, an OSError (a full disk, a lost mount) becomes a CheckpointError that tells what can still be used.
 
-        `begin` and `commit` have it; put it around `describe` and what else writes the files.
+        `begin` and `commit` have it; put it around what writes and describes the files.
         """
         try:
             yield

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,12 @@ def describe(folder: Path, rank: int = 0, world_size: int = 1) -> dict[str, File
     All ranks must have closed their files (barrier) before any of them describes. Another node's unwritten data are
     safe in that: network filesystems flush when a file is closed, or when another node reads it. Raises OSError.
     """
-    return {name: _describe_file(folder / name) for name in file_names(folder)[rank::world_size]}
+    return describe_files(folder, file_names(folder)[rank::world_size])
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """The same for files that the caller names, relative to the folder: those that it wrote itself."""
+    return {name: _describe_file(folder / name) for name in names}
 
 
 def file_names(folder: Path) -> list[str]:

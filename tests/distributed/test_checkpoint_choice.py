@@ -87,7 +87,7 @@ def _choose_named(folder: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["OSError", "CheckpointException"])
+@pytest.mark.parametrize("kind", ["OSError", "CheckpointException", "OSError in the background"])
 def test_a_rank_that_cannot_write_stops_all_of_them_and_the_older_checkpoint_stays(tmp_path: Path, kind: str) -> None:
     output = run_ranks(_fail_to_save, 4, str(tmp_path), kind)
 
@@ -105,6 +105,7 @@ def _fail_to_save(folder: str, kind: str) -> None:
 
     from megatron_a3po.actor.checkpoint import CheckpointManager
     from megatron_a3po.config import RunConfig
+    from megatron_a3po.data.rollout_state import RolloutState
     from megatron_a3po.errors import CheckpointError
     from megatron_a3po.parallel.messages import gather_json
     from megatron_a3po.runtime.timing import PhaseTimer
@@ -115,18 +116,27 @@ def _fail_to_save(folder: str, kind: str) -> None:
         _save_two(Path(folder) / "run" / "checkpoints")
     dist.barrier()
     error = OSError(28, "No space left on device")
-    failure = error if kind == "OSError" else CheckpointException("write", {2: (error, None)})  # type: ignore[dict-item]
+    failure = error if kind.startswith("OSError") else CheckpointException("write", {2: (error, None)})  # type: ignore[dict-item]
 
-    def save(_: Path) -> None:
+    def fail() -> None:
         if dist.get_rank() == 2:
             raise failure
+
+    state: Any = SimpleNamespace(
+        file_names=[], METADATA_FILES=(), write=fail, finish=lambda: None, copy_to_host=lambda: None
+    )
+    if kind == "CheckpointException":  # which comes where Megatron's ranks exchange what they have written
+        state.write, state.finish = state.finish, state.write
+    rollouts = RolloutState(version=30, next_batch=30, issued=30, consumed=30, dropped={}, buffered=(), in_flight=())
 
     described = {"model": folder, "run_dir": Path(folder) / "run", "num_steps": 99, "data": {"task": "t"}}
     manager: Any = CheckpointManager(RunConfig.model_validate(described), dist.group.WORLD, PhaseTimer())
     manager._needed_bytes = lambda: 0  # there is no model here
     try:
-        manager.save(30, SimpleNamespace(save=save, version=30), None)
-        message = "saved"
+        actor: Any = SimpleNamespace(plan_save=lambda _: state, version=30)
+        manager.save(30, actor, rollouts, wait="background" not in kind)
+        while True:  # as after each of the next steps
+            manager.save_if_due(31, actor, lambda: rollouts)
     except CheckpointError as raised:
         message = str(raised)
     messages = gather_json(message)

@@ -5,6 +5,7 @@ Real servers are tested under tests/e2e; what is answered here was observed on S
 
 import asyncio
 import multiprocessing
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -222,13 +223,15 @@ class Receiver:
     def __init__(self, process: Any, pipe: "Connection[Any, Any]") -> None:
         self._process = process
         self._pipe = pipe
+        self._one_at_a_time = threading.Lock()
         self.buffers: list[bytes] = []
 
     def call(self, command: str, body: Json) -> None:
-        self._pipe.send((command, body))
-        if not self._pipe.poll(DEADLINE_SECONDS):
-            raise TimeoutError(f"receiver: {command} did not end")
-        result = self._pipe.recv()
+        with self._one_at_a_time:  # the call of a trainer that was killed may not have ended when the next one comes
+            self._pipe.send((command, body))
+            if not self._pipe.poll(DEADLINE_SECONDS):
+                raise TimeoutError(f"receiver: {command} did not end")
+            result = self._pipe.recv()
         if isinstance(result, bytes):
             self.buffers.append(result)
         elif result is not None:

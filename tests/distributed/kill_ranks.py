@@ -1,0 +1,263 @@
+"""Four ranks of whole runs, one of which kills itself at a chosen place: the program behind test_kill_anywhere.
+
+It imports everything once and forks the ranks of each run, which saves most of a run's time. One line of JSON
+(`config`, `fault`, `ranks` that have it, `log`) is one run; the answer is a line with the exit codes. The product knows
+nothing of it: functions of it are wrapped here.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+WORLD_SIZE = 4
+DEADLINE_SECONDS = 100.0
+NOW = SimpleNamespace(training=0, saving=0, publishing=-1, training_begins={3: threading.Event(), 4: threading.Event()})
+"""Steps that this rank trains and saves, the version that it publishes."""
+KILLED_STEP, KILLED_SAVE = 3, 2
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def wrap(
+    owner: Any, name: str, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> None:
+    """`before` gets the arguments, `after` the result."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)  # Megatron looks at the signature
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*arguments, **options)
+        result = original(*arguments, **options)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def die_in_forward() -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    wrap(TransformerBlock, "forward", after=lambda _: NOW.training == KILLED_STEP and die())
+
+
+def die_in_backward() -> None:
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    def when_its_gradient_comes(output: Any) -> None:
+        if NOW.training == KILLED_STEP and output.requires_grad:
+            output.register_hook(lambda _: die())
+
+    wrap(TransformerBlock, "forward", after=when_its_gradient_comes)
+
+
+def die_in_optimizer() -> None:
+    """The masters have moved, the weights have not."""
+    from torch.optim import AdamW
+
+    wrap(AdamW, "step", after=lambda _: NOW.training == KILLED_STEP and die())
+
+
+def die_in_publish() -> None:
+    from megatron_a3po.rollout.control import ServerControl
+
+    wrap(ServerControl, "update", after=lambda _: NOW.publishing == KILLED_STEP and die())
+
+
+def die_before_publish() -> None:
+    from megatron_a3po.weights.publisher import WeightPublisher
+
+    wrap(WeightPublisher, "publish", before=lambda _, version: version == KILLED_STEP and die())
+
+
+def die_before_begin() -> None:
+    from megatron_a3po.runtime.checkpoints import CheckpointStore
+
+    wrap(CheckpointStore, "begin", before=lambda *_: NOW.saving == KILLED_SAVE and die())
+
+
+def die_in_shard() -> None:
+    """Some tensors of the file are written, and the others are not."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    written = []
+
+    def count(_: Any) -> None:
+        written.append(NOW.saving)
+        if written.count(KILLED_SAVE) == 5:
+            die()
+
+    wrap(filesystem_async, "_write_item", after=count)
+
+
+def die_in_background() -> None:
+    """While the main thread trains the next step."""
+    while_saving(lambda: NOW.training_begins[KILLED_SAVE + 1].wait(DEADLINE_SECONDS) and die())
+
+
+def write_slowly() -> None:
+    """No tensor of the save gets to the disk before the main thread trains the step after the next."""
+    while_saving(lambda: NOW.training_begins[KILLED_SAVE + 2].wait(DEADLINE_SECONDS))
+
+
+def while_saving(work: Callable[[], Any]) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def before(*arguments: Any, **_: Any) -> None:
+        # Not by NOW.saving, which belongs to the main thread: the save before may still be going on.
+        (file,) = [str(argument.name) for argument in arguments if isinstance(argument, io.BufferedWriter)]
+        if f"{KILLED_SAVE:08d}" in file:
+            work()
+
+    wrap(filesystem_async, "_write_item", before=before)
+
+
+def die_after_shards() -> None:
+    from megatron_a3po.actor.training_state import TrainingStateSave
+
+    wrap(TrainingStateSave, "finish", before=lambda _: NOW.saving == KILLED_SAVE and die())
+
+
+def die_before_manifest() -> None:
+    from megatron_a3po.runtime import checkpoints
+
+    wrap(checkpoints, "write_manifest", before=lambda *_: NOW.saving == KILLED_SAVE and die())
+
+
+def die_before_rename() -> None:
+    from megatron_a3po.runtime import checkpoints
+
+    wrap(checkpoints, "write_manifest", after=lambda _: NOW.saving == KILLED_SAVE and die())
+
+
+def die_before_latest() -> None:
+    from megatron_a3po.runtime import checkpoints
+
+    wrap(checkpoints, "write_durably", before=lambda *_: NOW.saving == KILLED_SAVE and die())
+
+
+def die_in_retention() -> None:
+    """The doomed checkpoint has lost its name, and its files are still there."""
+    from megatron_a3po.runtime import checkpoints
+
+    def is_doomed(path: Path, **_: Any) -> None:
+        if path.name.endswith(".deleted") and NOW.saving == KILLED_SAVE:
+            die()
+
+    wrap(checkpoints.shutil, "rmtree", before=is_doomed)
+
+
+def observe(run_dir: Path) -> None:
+    """Know where the rank is, reward responses by a hash instead of their sense, and note what is trained on."""
+    from megatron_a3po.actor.actor import PolicyActor
+    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.rollout import sampler
+    from megatron_a3po.weights.publisher import WeightPublisher
+
+    def begin_training(actor: Any, batch: list[Any], advantages: Any) -> None:
+        NOW.training = actor.version + 1
+        NOW.training_begins.get(NOW.training, threading.Event()).set()
+        if os.environ["RANK"] == "0":
+            with (run_dir / "batches.jsonl").open("a") as file:
+                file.write(json.dumps({"step": NOW.training, "digest": digest(batch, advantages)}) + "\n")
+
+    wrap(PolicyActor, "train_step", before=begin_training, after=lambda _: setattr(NOW, "training", 0))
+    wrap(CheckpointManager, "save", before=lambda _, step, *__, **___: setattr(NOW, "saving", step))
+    wrap(WeightPublisher, "publish", before=lambda _, version: setattr(NOW, "publishing", version))
+    sampler.exact_reward = lambda prompt, text: float(zlib.crc32(f"{prompt.prompt_id} {text}".encode()) % 2)
+
+
+def digest(batch: list[Any], advantages: Any) -> str:
+    seen = hashlib.sha256(advantages.numpy().tobytes())
+    for trajectory in batch:
+        for tensor in (trajectory.token_ids, trajectory.behaviour_logprobs, trajectory.weight_versions):
+            seen.update(tensor.numpy().tobytes())
+        seen.update(f"{trajectory.prompt_id} {trajectory.group_id} {trajectory.reward}".encode())
+    return seen.hexdigest()
+
+
+def run_rank(rank: int, job: dict[str, Any], port: int) -> NoReturn:
+    """One rank, from the fork to its end."""
+    from megatron_a3po.config import RunConfig
+    from megatron_a3po.runtime.processes import die_with_parent, end_process
+
+    code = 1
+    try:
+        die_with_parent(signal.SIGKILL)
+        log = os.open(f"{job['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(log, number)
+        addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
+        os.environ |= addresses | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+        config = RunConfig.model_validate(job["config"])
+        observe(config.run_dir)
+        if rank in job["ranks"]:
+            globals()[job["fault"]]()
+        from megatron_a3po.train import train
+
+        train(config)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    end_process(code)
+
+
+def launch(job: dict[str, Any]) -> list[int]:
+    """Exit codes of the ranks. When one has failed the others are killed, as when their machine goes."""
+    from megatron_a3po.runtime.processes import free_port
+
+    port, ranks = free_port(), {}
+    for rank in range(WORLD_SIZE):
+        process = os.fork()
+        if process == 0:
+            run_rank(rank, job, port)
+        ranks[process] = rank
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while len(codes) < WORLD_SIZE:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended:
+            codes[ranks.pop(ended)] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()) or time.monotonic() > deadline:
+            for process in ranks:
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    return [codes[rank] for rank in range(WORLD_SIZE)]
+
+
+def main() -> None:
+    import torch
+
+    from megatron_a3po import cpu
+
+    cpu.install()
+    torch.set_num_threads(1)
+    import megatron_a3po.actor.actor
+    import megatron_a3po.train  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forked ranks"
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(launch(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
