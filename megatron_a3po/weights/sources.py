@@ -107,17 +107,15 @@ def find_source(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings]) ->
     owner = next(held for held in ranks if held.stage == min(stages))
     if name in owner.shards:
         return _from_tensor_group(name, shape, owner, ranks)
-    holders = [rank for rank in owner.expert_group if name in ranks[rank].shards]
-    if len(holders) != 1:
-        where = f"the ranks {holders}" if holders else "none"
+    holders = {rank: ranks[rank].shards[name] for rank in owner.expert_group if name in ranks[rank].shards}
+    if [shard.shape for shard in holders.values()] != [shape]:
+        where = ", ".join(f"{list(shard.shape)} on rank {rank}" for rank, shard in holders.items())
         raise PublishError(
-            f"rank {owner.rank} does not hold the parameter {name}; of its expert-parallel group "
-            f"{list(owner.expert_group)}, one other rank should, but {where} does"
+            f"rank {owner.rank} does not hold the parameter {name}; so one rank of its expert-parallel group "
+            f"{list(owner.expert_group)} should hold the whole of shape {list(shape)}; found: {where or 'nothing'}"
         )
-    shard = ranks[holders[0]].shards[name]
-    if shard.shape != shape:
-        raise PublishError(_wrong_shape(name, shape, [shard], holders))
-    return Source(name=name, shape=shape, owner=owner.rank, ranks=tuple(holders), shard=shard, axis=0, is_expert=True)
+    ((holder, shard),) = holders.items()
+    return Source(name=name, shape=shape, owner=owner.rank, ranks=(holder,), shard=shard, axis=0, is_expert=True)
 
 
 def _from_tensor_group(name: str, shape: tuple[int, ...], owner: Holdings, ranks: Sequence[Holdings]) -> Source:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import end_model_parallel, run_ranks
-from tests.distributed.publish_cases import CASES, Case, changed_policy, encoded, expected_bytes
+from tests.distributed.publish_cases import COLLECTED, Case, changed_policy, encoded, expected_bytes
 
 SMALL_BUCKET = 60_000
 """Bytes: several buckets on each stage, and parts that are larger than one."""
@@ -14,12 +14,12 @@ SMALL_BUCKET = 60_000
 
 @pytest.mark.distributed
 def test_the_collected_tensors_are_those_of_the_model_in_every_layout(tmp_path: Path) -> None:
-    output = run_ranks(_collect, 4, json.dumps(encoded(CASES)), str(tmp_path), timeout_seconds=200.0)
+    output = run_ranks(_collect, 4, json.dumps(encoded(COLLECTED)), str(tmp_path), timeout_seconds=200.0)
 
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"title"')]
-    assert [case["title"] for case in found] == [case.title for case in CASES]
+    assert [case["title"] for case in found] == [case.title for case in COLLECTED]
     assert [case for case in found if case["differing"] or case["missing"] or case["unknown"]] == []
-    for case, planned in zip(CASES, found, strict=True):
+    for case, planned in zip(COLLECTED, found, strict=True):
         assert len(planned["owners"]) == case.parallel.get("pipeline", 1)
         assert planned["num_buckets"] > 2 * len(planned["owners"])
         assert planned["bytes"] == planned["minimum_bytes"]
