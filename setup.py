@@ -28,6 +28,10 @@ setup(
         "tensorboard",
         "matplotlib",
         "reasoning-gym",
+        "math-verify",
+        "datasets",
+        "pyarrow",
+        "tqdm",
     ],
     extras_require={
         "rollout": ["sglang", "torchvision"],
