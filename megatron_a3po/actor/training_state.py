@@ -63,10 +63,11 @@ class TrainingStateSave:
 
     def copy_to_host(self) -> None:
         """Take the state as it is now: afterwards training may change it while `write` is under way."""
-        for number, (path, name, (items, tensors)) in enumerate(self._buckets):
-            # Also tensors that are in host memory already: most of those are the live ones.
-            copies = [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]
-            self._buckets[number] = path, name, (items, copies)
+        for _, _, (_, tensors) in self._buckets:
+            for number, (item, tensor) in enumerate(tensors):
+                # Also where it is in host memory already: of that, Megatron's plan has copied views only. One by one,
+                # so that what the plan has copied goes meanwhile.
+                tensors[number] = item, tensor.to("cpu", copy=True)
 
     def write(self) -> None:
         """Write this rank's files. No collective, so it may be done in another thread. Raises OSError."""

@@ -166,6 +166,8 @@ def die_in_retention() -> None:
 
 def observe(run_dir: Path) -> None:
     """Know where the rank is, reward responses by a hash instead of their sense, and note what is trained on."""
+    import torch
+
     from megatron_a3po.actor.actor import PolicyActor
     from megatron_a3po.actor.checkpoint import CheckpointManager
     from megatron_a3po.rollout import sampler
@@ -174,6 +176,7 @@ def observe(run_dir: Path) -> None:
     def begin_training(actor: Any, batch: list[Any], advantages: Any) -> None:
         NOW.training = actor.version + 1
         NOW.training_begins.get(NOW.training, threading.Event()).set()
+        torch.rand(1)  # the model has no dropout: nothing else would move the random state
         if os.environ["RANK"] == "0":
             with (run_dir / "batches.jsonl").open("a") as file:
                 file.write(json.dumps({"step": NOW.training, "digest": digest(batch, advantages)}) + "\n")

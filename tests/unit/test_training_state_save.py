@@ -1,0 +1,91 @@
+"""A rank's part of a save: copied before training goes on, and written without the other ranks."""
+
+import functools
+import io
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_a3po import cpu
+
+
+@pytest.fixture
+def make_save(tmp_path: Path) -> Any:
+    """A save of one file with these tensors, as Megatron's plan describes it."""
+    cpu.install()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    from megatron_a3po.actor.training_state import TrainingStateSave
+
+    def make_save(tensors: dict[str, torch.Tensor], folder: Path = tmp_path) -> tuple[TrainingStateSave, Any]:
+        items = [
+            WriteItem(
+                index=MetadataIndex(name),
+                type=WriteItemType.TENSOR,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=torch.Size([0]), sizes=tensor.shape),
+                    properties=TensorProperties(dtype=tensor.dtype),
+                    size=tensor.shape,
+                ),
+            )
+            for name, tensor in tensors.items()
+        ]
+        results: queue.Queue[Any] = queue.Queue()
+        bucket = (folder / "__0_0.distcp", "__0_0.distcp", ([], list(zip(items, tensors.values(), strict=True))))
+        request = AsyncRequest(
+            functools.partial(print, [FileSystemWriterAsync(folder).transforms]), (0, [bucket], results), []
+        )
+        return TrainingStateSave(request), results
+
+    return make_save
+
+
+def written(file: Path, results: Any) -> list[torch.Tensor]:
+    (parts,) = results.get_nowait().values()
+    content = file.read_bytes()
+    infos = [part.storage_data for part in parts]
+    return [torch.load(io.BytesIO(content[info.offset : info.offset + info.length])) for info in infos]
+
+
+def test_what_is_written_is_the_state_at_the_copy_also_of_tensors_in_host_memory(
+    make_save: Any, tmp_path: Path
+) -> None:
+    live = {"weights": torch.arange(6.0), "view": torch.arange(10.0)[2:5], "bf16": torch.ones(4, dtype=torch.bfloat16)}
+    before = [tensor.clone() for tensor in live.values()]
+    save, results = make_save(live)
+    save.copy_to_host()
+    for tensor in live.values():
+        tensor.fill_(-1.0)  # training goes on
+    save.write()
+
+    assert save.file_names == ["__0_0.distcp"]
+    found = written(tmp_path / "__0_0.distcp", results)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, before, strict=True)) and len(found) == 3
+
+
+def test_a_file_that_cannot_be_written_is_an_oserror_with_its_reason(make_save: Any, tmp_path: Path) -> None:
+    save, results = make_save({"weights": torch.ones(3)}, tmp_path / "nowhere")
+
+    with pytest.raises(OSError, match="No such file or directory"):
+        save.write()
+    assert results.empty(), "the other ranks must not be told that this one has written"
+
+
+def test_a_rank_for_which_others_write_has_no_files() -> None:
+    cpu.install()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    from megatron_a3po.actor.training_state import TrainingStateSave
+
+    finished: list[str] = []
+    save = TrainingStateSave(AsyncRequest(None, (), [lambda: finished.append("collective")]))
+    save.copy_to_host()
+    save.write()
+    save.finish()
+    assert save.file_names == [] and finished == ["collective"]
