@@ -67,7 +67,8 @@ class WeightCollector:
         dtypes = {name: shard.dtype for held in everywhere for name, shard in held.shards.items()}
         names = {name for part in self._skeleton.parts for name in part.hf_names}
         self._copies_embedding = _OUTPUT_LAYER in (expected_names or ()) and _OUTPUT_LAYER not in names
-        specs = [self._specify(part, dtypes, is_fp8) for part in self._skeleton.parts]
+        with _as_one_rank(solo):
+            specs = [self._specify(part, dtypes, is_fp8) for part in self._skeleton.parts]
         if expected_names is not None:
             refuse_other_names(specs, expected_names)
         self.plan: Plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes)
@@ -107,7 +108,7 @@ class WeightCollector:
             with self._timer.phase("publish/gather"):
                 shards = self._exchange(bucket.owner, [s for number in piece for s in self.plan.parts[number].sources])
             if views is not None and failure is None:
-                with self._timer.phase("publish/convert"):
+                with self._timer.phase("publish/convert"), _as_one_rank(self._solo):
                     try:
                         self._convert(piece, shards, views)
                     except Exception as error:
@@ -134,8 +135,7 @@ class WeightCollector:
                 yield from bucket.views(buffer).items()
 
     def _to_hf(self, part: Part, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with _as_one_rank(self._solo):
-            converted = self._skeleton.to_hf(part, whole)
+        converted = self._skeleton.to_hf(part, whole)
         if self._copies_embedding and _EMBEDDING in converted:
             converted[_OUTPUT_LAYER] = converted[_EMBEDDING]
         return converted
@@ -255,7 +255,7 @@ def _describe(held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> Hol
 def _as_one_rank(solo: dist.ProcessGroup) -> Iterator[None]:
     """Megatron's parallel state as if this rank were alone: so megatron-bridge converts whole parameters."""
     state = vars(parallel_state)
-    saved = {name: value for name, value in state.items() if name.startswith("_") and name.isupper()}
+    saved = {name: value for name, value in state.items() if name[0] == "_" and name[1] != "_" and name.isupper()}
     try:
         for name, value in saved.items():
             if isinstance(value, dist.ProcessGroup) or name in ("_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GROUP"):

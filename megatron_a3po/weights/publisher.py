@@ -69,11 +69,15 @@ class WeightPublisher:
         self._receivers = receivers
         self._control = control
         self._timer = timer
-        self._num_buffers = num_buffers
         self._rank = dist.get_rank()
         self._owned = [bucket for bucket in source.plan.buckets if bucket.owner == self._rank]
+        self._num_buffers = min(num_buffers, len(self._owned))
         # For this thread, the one that sends and the one that announces: a client of a store serves one at a time.
         self._stores = [c10d._get_default_store().clone() for _ in range(3)]
+
+    @property
+    def plan(self) -> Plan:
+        return self._source.plan
 
     @property
     def staging_bytes(self) -> int:
