@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_a3po.runtime.checkpoints import checkpoint_folders
+from megatron_a3po.runtime.manifest import check
 from tests.e2e.runs import alive, descendants, metrics, run_to_end, started, wait_until
 from tests.scripted_rollouts import make_model, scripted_server, settings
 
@@ -49,15 +51,15 @@ def test_ranks_that_get_sigterm_save_and_torchrun_restarts_them_where_they_were(
     tiny_model: Path, url: str, tmp_path: Path
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "output.log"
-    config = settings(tiny_model, run, url, num_steps=1000, checkpoint={"every_steps": 100_000})
+    # Every other step is saved already when the signal comes, or is being written.
+    config = settings(tiny_model, run, url, num_steps=1000, checkpoint={"every_steps": 2, "asynchronous": True})
     command = torchrun(config, tmp_path, "--max-restarts=1")
     with run_after_two_steps(command, run, log) as process:
         ranks = [number for number in descendants(process.pid) if is_rank(number)]
         assert len(ranks) == 4
         os.kill(ranks[2], signal.SIGTERM)  # one is enough: of a job on several nodes, one may be taken away
         wait_until(lambda: not alive(ranks), 60.0)
-        (saved,) = [path for path in (run / "checkpoints").iterdir() if path.name.startswith("step_")]
-        step = int(saved.name.removeprefix("step_"))
+        step = newest_checkpoint(run)
         assert f"ended by SIGTERM after step {step}, which is saved" in log.read_text()
         assert metrics(run)[-1]["step"] == step, "the step that was being made is the last one"
 
@@ -70,9 +72,8 @@ def test_ranks_that_get_sigterm_save_and_torchrun_restarts_them_where_they_were(
     assert f"resumed: step {step} is published again" in output
     steps = [row["step"] for row in metrics(run)]
     assert steps == list(range(len(steps))), "no step is missing, and none is there twice"
-    newest = max(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("step_"))
     assert f"ended by SIGTERM after step {steps[-1]}, which is saved" in output
-    assert newest == f"step_{steps[-1]:08d}"
+    assert newest_checkpoint(run) == steps[-1]
     assert "error on rank" not in output
 
 
@@ -85,6 +86,13 @@ def test_without_checkpoints_a_sigterm_ends_the_run_at_once(tiny_model: Path, ur
         assert process.wait(60.0) != 0
         wait_until(lambda: not alive(everything), 20.0)
     assert "ended by SIGTERM, with everything that the run had started" in log.read_text()
+
+
+def newest_checkpoint(run: Path) -> int:
+    """Its step."""
+    (newest, *_) = checkpoint_folders(run / "checkpoints")
+    check(newest)
+    return int(newest.name.removeprefix("step_"))
 
 
 def is_rank(process_id: int) -> bool:
