@@ -158,10 +158,16 @@ class Fp8Config(_Section):
 
 
 class PublishConfig(_Section):
+    transport: Literal["group", "disk"] = "group"
+    """group: through process groups with the servers. disk: through files that the servers read."""
+    fallback: bool = True
+    """After a failure of the groups, publish through files; false: the run fails."""
+    folder: Path | None = None
+    """Where those files lie, on storage that the servers see under the same path; null: run_dir/published."""
     bucket_bytes: Positive = 512 * 1024 * 1024
-    """Weights travel in flattened buckets of about this size."""
+    """Weights travel in flattened buckets of about this size; a rank that sends needs memory for two."""
     timeout_seconds: PositiveFloat = 120
-    """How long one bucket, or the building of the update group, may take."""
+    """How long one bucket, the building of an update group, or the servers' reading of files may take."""
     verify_prompts: Annotated[int, Field(ge=0)] = 4
     """After each publish, so many short responses are sampled, and their log-probs compared with the trainer's."""
     max_logprob_difference: PositiveFloat | None = None

@@ -73,6 +73,13 @@ class ServerControl:
         """Announce one bucket; the result comes when every server has received and loaded it."""
         return self.loop.submit(self._update(body, timeout_seconds))
 
+    def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
+        """Have every server read the weights in `folder`, forget what it has cached, and take on the version."""
+        # The format is named, since a server may have been started without weights.
+        body = {"model_path": folder, "weight_version": version, "flush_cache": True, "load_format": "auto"}
+        answers = self.loop.run(self.pool.post_to_all("/update_weights_from_disk", body, timeout_seconds))
+        self._refuse_failure(answers, f"did not load {folder}")
+
     def end(self) -> None:
         self._post("/end_weight_update", {})
 
@@ -93,6 +100,9 @@ class ServerControl:
 
     async def _update(self, body: dict[str, Any], timeout_seconds: float) -> None:
         answers = await self.pool.post_to_all("/update_weights_from_distributed", body, timeout_seconds)
+        self._refuse_failure(answers, "did not load a weight bucket")
+
+    def _refuse_failure(self, answers: list[Any], what: str) -> None:
         for url, answer in zip(self.urls, answers, strict=True):
             if not (isinstance(answer, dict) and answer.get("success")):
-                raise RolloutError(f"{url} did not load a weight bucket: {answer}")
+                raise RolloutError(f"{url} {what}: {answer}")

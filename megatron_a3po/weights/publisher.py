@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
 from megatron_a3po.parallel.messages import gather_json
+from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.checksums import compare_servers
@@ -40,6 +41,9 @@ class WeightSource(Protocol):
 class Transport(Protocol):
     """A way to the servers: `transport.UpdateGroups` or `disk.DiskTransport`."""
 
+    why_not: str
+    """What to tell the user when this one has to take over"""
+
     def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         """On the owner, for its buckets in order. `buffer` [bucket.nbytes] uint8 is free again afterwards."""
 
@@ -47,6 +51,9 @@ class Transport(Protocol):
         """On rank 0, meanwhile: pause the servers, and have them take all buckets and the version."""
 
     def close(self) -> None: ...
+
+    def abandon(self) -> None:
+        """After an error, on every rank: leave nothing open at the servers. Raises nothing that was to be expected."""
 
 
 class WeightPublisher:
@@ -60,12 +67,14 @@ class WeightPublisher:
         control: dist.ProcessGroup,
         *,
         timer: PhaseTimer,
+        fallback: Transport | None = None,
         num_buffers: int = 2,
     ) -> None:
-        """`control`: a gloo group of all ranks, in which they may wait for long. `num_buffers`: of 1, a bucket is
-        filled when the one before is sent."""
+        """`control`: a gloo group of all ranks, in which they may wait for long. fallback: takes over when `transport`
+        has failed. num_buffers: with 1, a bucket is filled when the one before is sent."""
         self._source = source
         self._transport = transport
+        self._fallback = fallback
         self._receivers = receivers
         self._control = control
         self._timer = timer
@@ -100,22 +109,34 @@ class WeightPublisher:
         An error on one rank is raised on all of them. Then generation stays paused: a server that holds half of an
         update must not go on sampling.
         """
+        with self._timer.phase("publish"):
+            reason = self._attempt(version)
+            if reason is not None and self._fallback is not None:
+                logger.error("version %d was not published: %s\n%s", version, reason, self._fallback.why_not)
+                self._transport.abandon()
+                self._transport, self._fallback = self._fallback, None
+                if (second := self._attempt(version)) is not None:
+                    reason = f"{reason}; then: {second}"
+                else:
+                    reason = None
+        if reason is not None:
+            raise PublishError(f"version {version} was not published: {reason}")
+        return {"published_bytes": float(self.plan.nbytes), "publish_buckets": float(len(self.plan.buckets))}
+
+    def _attempt(self, version: int) -> str | None:
+        """Why it failed, the same on every rank; None if it did not."""
         name = f"publication {next(_publications)}"
         signals, sending, announcing = (Signals(store, name) for store in self._stores)
-        with self._timer.phase("publish"):
-            announcer = None
-            if self._receivers is not None:
-                announcer = in_daemon_thread(partial(self._announce, version, announcing))
-            self._send_own(signals, sending)
-            if announcer is not None:
-                announcer.result()
-            reasons = gather_json(signals.stop_reason(), self._control)
-            for told in (signals, sending, announcing):
-                told.forget()
-        if (reason := next((text for text in reasons if text is not None), None)) is not None:
-            raise PublishError(f"version {version} was not published: {reason}")
-        plan = self._source.plan
-        return {"published_bytes": float(plan.nbytes), "publish_buckets": float(len(plan.buckets))}
+        announcer = None
+        if self._receivers is not None:
+            announcer = in_daemon_thread(partial(self._announce, version, announcing))
+        self._send_own(signals, sending)
+        if announcer is not None:
+            announcer.result()
+        reasons = gather_json(signals.stop_reason(), self._control)
+        for told in (signals, sending, announcing):
+            told.forget()
+        return next((text for text in reasons if text is not None), None)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the present weights as they are published, on rank 0. To be gone through by every rank."""
@@ -131,14 +152,17 @@ class WeightPublisher:
             send = partial(self._transport.send, signals=sending)
             size = max(bucket.nbytes for bucket in self._owned)
             pipeline = BucketPipeline(send, size, self._source.device, num_buffers=self._num_buffers)
+        failed = False
         for bucket in self._source.plan.buckets:
-            buffer = pipeline.take_buffer() if pipeline is not None and bucket.owner == self._rank else None
+            buffer = None
+            if pipeline is not None and bucket.owner == self._rank and not failed:
+                buffer = pipeline.take_buffer()
             try:
                 self._source.fill(bucket, buffer[: bucket.nbytes] if buffer is not None else None)
             except A3poError as error:
                 signals.stop(describe(error))
                 # The others do not know yet, and go on collecting with this rank.
-                buffer = None
+                failed, buffer = True, None
             except BaseException as error:
                 signals.stop(f"rank {self._rank}: {describe(error)}")
                 raise

@@ -32,14 +32,16 @@ class Signals:
         self._own.append(key)
         self._store.set(key, value)
 
-    def wait_for(self, key: str, timeout_seconds: float = math.inf, what: str = "") -> None:
-        """Raises Stopped when something else has failed, PublishError at the timeout, which says `what` failed."""
+    def wait_for(self, key: str, timeout_seconds: float = math.inf, what: str = "") -> str:
+        """The value that was told with `key`. Raises Stopped when something else has failed, and PublishError at the
+        timeout, which says `what` failed."""
         deadline = time.monotonic() + timeout_seconds
         while not self._store.check([key]):
             self.raise_if_stopped()
             if time.monotonic() > deadline:
                 raise PublishError(f"{what}: not within {timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
+        return self._store.get(key).decode()
 
     def stop(self, reason: str) -> None:
         """Tell everybody that the publication has failed. The first reason is kept."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
+from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import update_group_name
 from megatron_a3po.weights.buckets import Bucket
@@ -35,6 +36,8 @@ class UpdateGroups:
     do at the same time is to prepare.
     """
 
+    why_not = "From now on, weights are published through the network"
+
     def __init__(
         self,
         plan: Plan,
@@ -53,6 +56,8 @@ class UpdateGroups:
         self._backend = backend
         self._rank = dist.get_rank()
         self._group: dist.ProcessGroup | None = None
+        self._pending: dist.Work | None = None
+        self._left: tuple[Any, ...] = ()  # the end of a group with a broadcast in it would stop this process
         known = [receivers.urls, receivers.group_world_size, run_id] if receivers is not None else None
         self._urls, self._world_size, run_id = broadcast_json(known, control)
         # A name cannot be used again in one process, so it carries a number.
@@ -65,7 +70,7 @@ class UpdateGroups:
         """On the owner: broadcast a bucket when it is its turn. Returns when all servers have received it."""
         signals.tell(f"ready {bucket.number}")
         signals.wait_for(f"go {bucket.number}")
-        broadcast = dist.broadcast(buffer, group_src=0, group=self._group, async_op=True)
+        self._pending = broadcast = dist.broadcast(buffer, group_src=0, group=self._group, async_op=True)
         assert broadcast is not None
         polls = 0
         while not broadcast.is_completed():
@@ -75,6 +80,7 @@ class UpdateGroups:
                 signals.raise_if_stopped()
             time.sleep(_POLL_SECONDS)
         broadcast.wait()
+        self._pending = None
 
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have every server receive and load all buckets, each when its owner has it ready."""
@@ -112,6 +118,18 @@ class UpdateGroups:
                 dist.destroy_process_group(self._group)
             for answer in left:
                 answer.result(self._timeout_seconds)
+
+    def abandon(self) -> None:
+        """After an error: free servers that still wait for a bucket, and end their session. May take the timeout."""
+        if self._group is not None:
+            self._group.abort()  # frees NCCL's ranks at once; gloo's wait until the timeout
+            deadline = time.monotonic() + self._timeout_seconds
+            while self._pending is not None and not self._pending.is_completed() and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            self._left = self._group, self._pending
+            self._group = None
+        if self._receivers is not None and (problem := problem_of(self._receivers.end)) is not None:
+            logger.debug("no weight update to end: %s", problem)
 
     def _build(self, owner: int, control: dist.ProcessGroup) -> None:
         place: list[Any] = []

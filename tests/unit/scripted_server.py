@@ -142,6 +142,10 @@ class ScriptedServer:
         self.version = body.get("weight_version", self.version)
         return success()
 
+    async def _update_weights_from_disk(self, body: Json) -> web.Response:
+        self.version = body.get("weight_version", self.version)
+        return success()
+
     async def _weights_checker(self, _: Json) -> web.Response:
         rank = {"checksums": self.checksums, "per_gpu_checksum": "1234", "parallelism_info": self.parallelism}
         answer = {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": "5678"}

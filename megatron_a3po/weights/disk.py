@@ -1,0 +1,97 @@
+"""Publication through files: a Hugging Face folder of each version, which every server reads.
+
+FOLDER/version_00000017/     of the last version, until the next one is published
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.hf_output import HfOutput
+from megatron_a3po.weights.plan import Plan
+from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.safetensors_writer import SafetensorsWriter
+from megatron_a3po.weights.shards import Shard, shard_name
+from megatron_a3po.weights.signals import Signals
+
+_FOLDER = "folder"
+
+
+class DiskTransport:
+    """On every rank. Each bucket is a file, which its owner writes; all owners and all servers must see the folder."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        receivers: WeightReceivers | None,
+        folder: Path,
+        model: Path,
+        *,
+        quantization_config: Mapping[str, Any] | None = None,
+        pause_first: bool = False,
+        timeout_seconds: float,
+    ) -> None:
+        """`receivers` on rank 0. model: the folder that configuration and tokenizer are copied from;
+        quantization_config: what config.json shall say about FP8; pause_first: before anything is written, which
+        tells early that a server is gone; timeout_seconds: for the servers' reading."""
+        self._receivers = receivers
+        self._folder = folder
+        self._model = model
+        self._quantization_config = quantization_config
+        self._pause_first = pause_first
+        self._timeout_seconds = timeout_seconds
+        self.why_not = (
+            f"From now on, weights are published through files in {folder}, which is slower; find out why the servers "
+            "could not be reached through the network"
+        )
+        number = len(plan.buckets)
+        self._shards = [
+            Shard(file_name=shard_name(bucket.number + 1, number), tensors=bucket.tensors) for bucket in plan.buckets
+        ]
+
+    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+        """On the owner: write a bucket."""
+        folder = Path(signals.wait_for(_FOLDER))
+        if not folder.is_dir():
+            raise PublishError(f"rank {bucket.owner} does not see {folder}; publish.folder must be on shared storage")
+        shard = self._shards[bucket.number]
+        with SafetensorsWriter(folder / shard.file_name, shard.tensors) as writer:
+            for name, tensor in bucket.views(buffer.cpu()).items():
+                writer.append(name, tensor)
+        signals.tell(f"ready {bucket.number}")
+
+    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+        """On rank 0: have all servers read the folder when all owners have written to it."""
+        assert self._receivers is not None
+        target = (self._folder / f"version_{version:08d}").resolve()
+        output = HfOutput(
+            target=target, source=self._model, quantization_config=self._quantization_config, replace=True
+        )
+        if self._pause_first:
+            self._receivers.pause()
+        with timer.phase("publish/write"):
+            output.begin(self._shards)
+            signals.tell(_FOLDER, str(output.folder))
+            for number in range(len(self._shards)):
+                # Without a timeout: how long a bucket is written depends on the storage. An owner that fails tells.
+                signals.wait_for(f"ready {number}")
+            output.finish(self._shards)
+        with timer.phase("publish/pause"):
+            self._receivers.pause()
+        with timer.phase("publish/load"):
+            self._receivers.update_from_disk(str(target), str(version), self._timeout_seconds)
+        for former in target.parent.glob("*version_*"):
+            if former != target:
+                shutil.rmtree(former, ignore_errors=True)
+
+    def close(self) -> None:
+        """The last version stays: servers that start again can be pointed to it."""
+
+    def abandon(self) -> None:
+        """Nothing is left open at the servers."""

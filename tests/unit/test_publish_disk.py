@@ -1,0 +1,212 @@
+"""Weights through files, by choice or after the update group has failed; and threads that fill and send."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.disk import DiskTransport
+from megatron_a3po.weights.pipeline import BucketPipeline
+from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.transport import UpdateGroups
+from tests.unit.scripted_server import Receiver, refuse
+from tests.unit.test_publisher import (  # noqa: F401
+    UPDATE,
+    OneRank,
+    control,
+    default_group,
+    first_receiver,
+    forget_buffers,
+    second_receiver,
+    serve,
+    some_tensors,
+)
+
+FROM_DISK = "/update_weights_from_disk"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def through_disk(
+    source: OneRank, receivers: ServerControl, model: Path, *, after_group: bool = False
+) -> WeightPublisher:
+    group = dist.group.WORLD
+    assert group is not None
+    folder = model.parent / "published"
+    disk = DiskTransport(source.plan, receivers, folder, model, pause_first=after_group, timeout_seconds=10.0)
+    if not after_group:
+        return WeightPublisher(source, disk, receivers, group, timer=PhaseTimer())
+    groups = UpdateGroups(source.plan, receivers, group, run_id="disk", backend="gloo", timeout_seconds=3.0)
+    return WeightPublisher(source, groups, receivers, group, timer=PhaseTimer(), fallback=disk)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def test_every_server_is_told_of_a_folder_with_the_models_tensors_and_only_the_last_one_is_kept(model: Path) -> None:
+    weights = {name: tensor.clone() for name, tensor in some_tensors()}
+    source = OneRank(lambda: list(weights.items()), 120)
+    with serve(None, None) as servers, control(*(server.url for server in servers)) as receivers:
+        with through_disk(source, receivers, model) as publisher:
+            for version in range(3):
+                for tensor in weights.values():
+                    tensor.fill_(version)
+                publisher.publish(version)
+        bodies = [server.bodies(FROM_DISK) for server in servers]
+        paths = servers[0].paths()
+
+    folder = model.parent / "published" / "version_00000002"
+    assert bodies[0] == bodies[1]
+    assert bodies[0][-1] == {
+        "model_path": str(folder),
+        "weight_version": "2",
+        "flush_cache": True,
+        "load_format": "auto",
+    }
+    assert [server.version for server in servers] == ["2", "2"]
+    assert paths == ["/pause_generation", FROM_DISK, "/weights_checker", "/continue_generation"] * 3
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    assert {path.name for path in folder.iterdir()} > {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    found = read(folder)
+    assert found.keys() == weights.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in weights.items()
+    )
+
+
+def test_a_server_that_cannot_read_the_folder_is_an_error_with_its_words(model: Path) -> None:
+    with serve(None) as (server,), control(server.url) as receivers:
+        server.script(FROM_DISK, refuse(400, "no such folder"))
+        with (
+            pytest.raises(PublishError, match=rf"version 0.*{server.url}.*no such folder"),
+            through_disk(OneRank(some_tensors, 1000), receivers, model) as publisher,
+        ):
+            publisher.publish(0)
+        assert "/continue_generation" not in server.paths()
+
+
+def test_after_a_failed_group_weights_go_through_files_and_stay_there(
+    model: Path,
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = some_tensors()
+    source = OneRank(lambda: tensors, 120)
+    with (
+        serve(first_receiver, second_receiver) as servers,
+        control(*(server.url for server in servers)) as receivers,
+    ):
+        servers[1].script(UPDATE, refuse(400, "partially updated"), calls=range(2, 3))
+        with through_disk(source, receivers, model, after_group=True) as publisher:
+            publisher.publish(0)
+            publisher.publish(1)
+        paths, versions = servers[0].paths(), [server.version for server in servers]
+        sent = len(servers[0].bodies(UPDATE))
+
+    assert versions == ["1", "1"]
+    assert sent == 2
+    ended = paths.index("/end_weight_update")
+    assert paths[ended:] == [
+        "/end_weight_update",
+        "/pause_generation",
+        "/pause_generation",
+        FROM_DISK,
+        "/weights_checker",
+        "/continue_generation",
+        "/pause_generation",
+        "/pause_generation",
+        FROM_DISK,
+        "/weights_checker",
+        "/continue_generation",
+    ]
+    found = read(model.parent / "published" / "version_00000001")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors)
+    assert "partially updated" in caplog.text and str(model.parent / "published") in caplog.text
+
+
+def test_when_both_ways_fail_the_error_tells_of_both(model: Path, first_receiver: Receiver) -> None:  # noqa: F811
+    with serve(first_receiver) as (server,), control(server.url) as receivers:
+        server.script(UPDATE, refuse(400, "partially updated"))
+        server.script(FROM_DISK, refuse(400, "no such folder"))
+        with (
+            pytest.raises(PublishError, match=r"(?s)version 0.*partially updated.*no such folder"),
+            through_disk(OneRank(some_tensors, 120), receivers, model, after_group=True) as publisher,
+        ):
+            publisher.publish(0)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_weights_that_cannot_be_converted_are_an_error_and_the_rest_is_collected_all_the_same(
+    model: Path, num_buffers: int
+) -> None:
+    class Broken(OneRank):
+        def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
+            super().fill(bucket, buffer)
+            if bucket.number == 1:
+                raise PublishError("w is not finite")
+
+    source = Broken(lambda: [(f"t{number}", torch.ones(4)) for number in range(6)], 16)
+    group = dist.group.WORLD
+    assert group is not None
+    with serve(None) as (server,), control(server.url) as receivers:
+        disk = DiskTransport(source.plan, receivers, model.parent / "published", model, timeout_seconds=10.0)
+        publisher = WeightPublisher(source, disk, receivers, group, timer=PhaseTimer(), num_buffers=num_buffers)
+        with pytest.raises(PublishError, match="w is not finite"):
+            publisher.publish(0)
+        assert source.filled == list(range(6))
+        assert server.paths() == []
+
+
+def fill(pipeline: BucketPipeline, buckets: Iterator[Bucket]) -> None:
+    for bucket in buckets:
+        buffer = pipeline.take_buffer()
+        assert buffer is not None
+        buffer.fill_(bucket.number)
+        pipeline.put(bucket, buffer)
+
+
+def test_a_bucket_is_filled_while_the_one_before_is_sent_and_a_third_waits() -> None:
+    source = OneRank(lambda: [(f"t{number}", torch.ones(4)) for number in range(4)], 16)
+    sending, may_end = threading.Semaphore(0), threading.Semaphore(0)
+    sent: list[int] = []
+
+    def send(bucket: Bucket, buffer: Tensor) -> None:
+        sending.release()
+        assert may_end.acquire(timeout=10.0)
+        assert set(buffer.tolist()) == {bucket.number}
+        sent.append(bucket.number)
+
+    pipeline = BucketPipeline(send, 16, torch.device("cpu"), num_buffers=2)
+    buckets = iter(source.plan.buckets)
+    fill(pipeline, (next(buckets) for _ in range(2)))  # does not wait for anything to be sent
+    assert sending.acquire(timeout=10.0)
+    third = threading.Thread(target=fill, args=(pipeline, buckets))
+    third.start()
+    assert sent == [] and third.is_alive()
+    for _ in range(4):
+        may_end.release()
+    third.join(10.0)
+    pipeline.finish()
+
+    assert sent == [0, 1, 2, 3]
