@@ -13,6 +13,10 @@ class DataError(A3poError):
     """The task or dataset cannot give the prompts that the run asks for."""
 
 
+class RewardError(A3poError):
+    """The reward function cannot be used, or fails for too many responses."""
+
+
 class RolloutError(A3poError):
     """A rollout server gave no usable answer."""
 

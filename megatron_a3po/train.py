@@ -59,7 +59,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                     preemption.end_run(step - 1, rollouts.stopped_by)
                 advantages = batch_advantages(batch, config)
                 metrics = actor.train_step(batch, advantages.values) | batch_metrics(batch, advantages, step - 1)
-                metrics |= publish()
+                metrics |= publish() | rollouts.metrics()
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)

@@ -28,7 +28,10 @@ class Trajectory:
     weight_versions: Tensor
     """[response] int64; changes inside a response when weights were published meanwhile"""
     reward: float
+    """NaN where none was asked for"""
     finish_reason: FinishReason
+    reward_reason: str = ""
+    """Why it got this reward, in one word, where the scorer tells"""
 
     def __post_init__(self) -> None:
         """Raises ValueError where the lengths do not belong together; nothing is broadcast or cut later."""

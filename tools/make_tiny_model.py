@@ -26,8 +26,11 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from megatron_a3po.data.prompts import Prompt, PromptSet, load_prompts
+from megatron_a3po.data.prompts import Prompt, PromptSet
+from megatron_a3po.data.questions import PromptEncoder
+from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import A3poError, ConfigError
+from megatron_a3po.rollout.rewards.scorers import TaskSpec, task_scorer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus):"
 WORD_LENGTH = 6
@@ -45,14 +48,11 @@ DATA: dict[str, Any] = {
     "prompt_pattern": r"Spell this word backward \(example: sun -> nus\): [a-z]{6}",
     "num_held_out": 512,
 }
+TASK = TaskSpec(name=DATA["task"], options=DATA["task_options"])
 
 RECORD_FILE = "warm_start.json"
 FOLDER_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
+    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     RECORD_FILE,
 )
 
@@ -147,12 +147,12 @@ def make_demonstrations(
     prompts: PromptSet, tokenizer: PreTrainedTokenizerFast, settings: WarmStartSettings
 ) -> Demonstrations:
     """Let the teacher answer training prompts."""
-    rng = random.Random(settings.seed)
+    rng, score = random.Random(settings.seed), task_scorer(TASK)
     token_rows, label_rows = [], []
     for i in range(settings.num_demonstrations):
         prompt = prompts.training_prompt(i)
         right = prompt.token_ids[-WORD_LENGTH:][::-1]
-        if prompt.score(tokenizer.decode(right)) != 1.0:
+        if score(tokenizer.decode(right), prompt.row) != 1.0:
             raise A3poError(f"the task does not accept {tokenizer.decode(right)!r} for {prompt.prompt_id}")
         answer = sloppy_answer(right, share_right=settings.share_of_right_answers, rng=rng)
         response = [*answer, tokenizer.eos_token_id][:MAX_RESPONSE_TOKENS]  # who runs on never gets to the end
@@ -208,13 +208,14 @@ def sampled_accuracy(
         )
     answers = tokenizer.batch_decode(sequences[:, token_ids.shape[1] :], skip_special_tokens=True)
     asked = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    return sum(prompt.score(answer) == 1.0 for prompt, answer in zip(asked, answers, strict=True)) / len(asked)
+    score = task_scorer(TASK)
+    return sum(score(answer, prompt.row) for prompt, answer in zip(asked, answers, strict=True)) / len(asked)
 
 
 def write_model(folder: Path, settings: WarmStartSettings) -> WarmStartRecord:
     """Make the model and write all files of it into `folder`, which exists."""
     tokenizer = make_tokenizer()
-    prompts = load_prompts(**DATA, tokenizer=tokenizer)
+    prompts = load_task(**DATA, encoder=PromptEncoder(tokenizer))
     print(f"{len(prompts)} training prompts, {len(prompts.held_out)} held out", flush=True)
     model = make_model(tokenizer, seed=settings.seed)
     warm_start(model, make_demonstrations(prompts, tokenizer, settings), settings)

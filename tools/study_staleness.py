@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_tiny_model import MAX_RESPONSE_TOKENS
+from make_tiny_model import MAX_RESPONSE_TOKENS, TASK
 from study_report import (
     OBJECTIVES,
     RUNS_FILE,
@@ -49,10 +49,11 @@ from transformers.utils import logging as transformers_logging
 from megatron_a3po.actor.objective import Objective
 from megatron_a3po.algorithm.advantage import compute_advantages
 from megatron_a3po.config import RunConfig, load_config
-from megatron_a3po.data.prompts import Prompt, PromptSet, load_prompts
+from megatron_a3po.data.prompts import Prompt, PromptSet
 from megatron_a3po.errors import A3poError
 from megatron_a3po.parallel.vocab_parallel import logprobs_and_entropy
-from megatron_a3po.rollout.rewards import exact_reward
+from megatron_a3po.rollout.prompt_loading import load_prompts
+from megatron_a3po.rollout.rewards.scorers import task_scorer
 from megatron_a3po.types import Microbatch
 
 CONFIG_FILE = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
@@ -90,11 +91,10 @@ def run_config(folder: Path, settings: RunSettings) -> RunConfig:
 def open_workbench(folder: Path) -> Workbench:
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = load_config(CONFIG_FILE, [f"model={folder}"], environment={}).data
     return Workbench(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=tokenizer,
-        prompts=load_prompts(**data.model_dump(), tokenizer=tokenizer),
+        prompts=load_prompts(load_config(CONFIG_FILE, [f"model={folder}"], environment={}), tokenizer),
         weights=digest(folder),
     )
 
@@ -125,7 +125,8 @@ def score(bench: Workbench, prompts: Sequence[Prompt], samples: Samples) -> Tens
     """[responses] float32: the reward of each."""
     responses = samples.token_ids[:, -MAX_RESPONSE_TOKENS:]
     texts = bench.tokenizer.batch_decode(responses, skip_special_tokens=True)
-    return torch.tensor([exact_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)])
+    score_response = task_scorer(TASK)
+    return torch.tensor([score_response(text, prompt.row) for prompt, text in zip(prompts, texts, strict=True)])
 
 
 def held_out_accuracy(bench: Workbench, model: Any) -> float:

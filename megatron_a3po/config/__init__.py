@@ -1,6 +1,7 @@
 """Every option of a run, and how a file becomes one. Importing it loads no torch."""
 
 from megatron_a3po.config.architecture import Architecture
+from megatron_a3po.config.data_schema import DataConfig, RewardConfig
 from megatron_a3po.config.estimate import MemoryEstimate, estimate_memory, memory_table
 from megatron_a3po.config.families import read_architecture
 from megatron_a3po.config.loading import known_keys, load_architecture, load_config, to_yaml
@@ -8,7 +9,6 @@ from megatron_a3po.config.schema import (
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
     Fp8Config,
     OptimizerConfig,
@@ -30,6 +30,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PublishConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "estimate_memory",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from megatron_a3po.config.data_checks import data_mistakes
 from megatron_a3po.config.layout_checks import rank_mistakes
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.model_checks import model_mistakes
@@ -17,6 +18,7 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
     return [
         *_device(config),
         *_servers(config),
+        *data_mistakes(config),
         *_training(config),
         *_optimizer(config),
         *_checkpoints(config),

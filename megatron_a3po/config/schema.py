@@ -3,22 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megatron_a3po.config.data_schema import DataConfig, RewardConfig
+from megatron_a3po.config.section import Positive, PositiveFloat, Section, Seed, Share
 
 ProximalMethod = Literal["loglinear", "recompute", "reuse_target", "behaviour", "linear"]
 Level = Literal["token", "sequence"]
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class AlgorithmConfig(_Section):
+class AlgorithmConfig(Section):
     behaviour_weight: Literal["inverse", "inverse_sqrt"] | Share = "inverse"
     """Weight of the behaviour policy in the proximal one at staleness d >= 1: 1/d, 1/sqrt(d), or a constant number."""
     fresh_anchor: Literal["target", "behaviour"] = "target"
@@ -59,22 +54,7 @@ class AlgorithmConfig(_Section):
         return self.model_dump(include=names | {"weight_cap", "weight_cap_mode", "weight_cap_level"})
 
 
-class DataConfig(_Section):
-    task: str
-    """Name of a reasoning-gym task."""
-    task_options: dict[str, Any] = {}
-    """Options of that task, for example {min_word_len: 6}."""
-    size: Annotated[int, Field(gt=0, le=10_000_000)] = 20000
-    """Number of entries that the task generates."""
-    seed: Seed = 7
-    """Seed of the entries and of the held-out split; the order of training follows the run's seed."""
-    prompt_pattern: str | None = None
-    """Regular expression that a question must match in full to be used; null: every question."""
-    num_held_out: Positive = 512
-    """Prompts kept out of training, for evaluation."""
-
-
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     servers: Literal["local"] | list[str] = "local"
     """local: the run starts one SGLang server and ends it. Or the URLs of running servers."""
     server_arguments: list[str] = []
@@ -92,7 +72,7 @@ class RolloutConfig(_Section):
     request_timeout_seconds: PositiveFloat = 600
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """Ranks that `tensor * pipeline * context` leaves over are data-parallel."""
 
     tensor: Positive = 1
@@ -109,7 +89,7 @@ class ParallelConfig(_Section):
     """Reduce gradients during the backward pass, and gather updated parameters during the next forward pass."""
 
 
-class ActorConfig(_Section):
+class ActorConfig(Section):
     output_layer: Literal["auto", "fused", "logits"] = "auto"
     """fused: log-probs straight from the hidden states, without logits in memory. auto: fused for large logits."""
     microbatch_tokens: Positive = 8192
@@ -124,7 +104,7 @@ class ActorConfig(_Section):
     """How long a rank waits for the others in one collective before the run fails."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-6
     """The highest that the schedule reaches."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -144,7 +124,7 @@ class OptimizerConfig(_Section):
     """Keep the optimizer's state in host memory and step there."""
 
 
-class Fp8Config(_Section):
+class Fp8Config(Section):
     """Used with `precision: fp8`, where Transformer Engine computes the layers' matrix products in FP8."""
 
     recipe: Literal["blockwise", "delayed", "tensorwise", "mxfp8"] = "blockwise"
@@ -157,7 +137,7 @@ class Fp8Config(_Section):
     """Last layers of the model that compute in bf16."""
 
 
-class PublishConfig(_Section):
+class PublishConfig(Section):
     transport: Literal["group", "disk"] = "group"
     """group: through process groups with the servers. disk: through files that the servers read."""
     fallback: bool = True
@@ -174,7 +154,7 @@ class PublishConfig(_Section):
     """The run fails when that comparison differs by more; null: the difference is only reported."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     every_steps: Annotated[int, Field(ge=0)] = 20
     """Save a checkpoint to resume from each so many steps, and after the last one; 0: never."""
     keep_last: Positive = 2
@@ -197,7 +177,7 @@ class CheckpointConfig(_Section):
         return self.export_every_steps > 0 and step % self.export_every_steps == 0
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     every_steps: Annotated[int, Field(ge=0)] = 10
     """Sample every held-out prompt each so many steps; 0: only before the first and after the last step."""
 
@@ -205,7 +185,7 @@ class EvaluationConfig(_Section):
         return step == num_steps or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One run. The decisions of an experiment stand first; sections hold the rest."""
 
     model: Path
@@ -231,6 +211,7 @@ class RunConfig(_Section):
     seed: Seed = 0
     """Order of the training prompts. Sampling is the servers' own and differs from run to run."""
     data: DataConfig
+    reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     parallel: ParallelConfig = ParallelConfig()
     actor: ActorConfig = ActorConfig()

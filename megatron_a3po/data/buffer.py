@@ -14,6 +14,9 @@ class StalenessBuffer:
     Batch k (trained at version k) consists of exactly the groups k*P ... k*P + P-1, and group j may be issued once the
     version is at least j // P - max_staleness. So no token of batch k is older than max_staleness versions. Admission
     alone would not do: with batches in order of completion an overtaken group ages while others are consumed.
+
+    A group that is dropped is left out of the count, and all later ones move up by one. That takes them into an earlier
+    batch or none, never into a later one, so the bound holds.
     """
 
     def __init__(self, *, groups_per_batch: int, max_staleness: int, num_batches: int, ledger: Ledger) -> None:
@@ -66,17 +69,21 @@ class StalenessBuffer:
         """
         if self._issue_again:
             return self._issue_again.popleft()
-        group_id = self._ledger.issued
-        within_budget = group_id // self._groups_per_batch <= self._version + self._max_staleness
-        return self._ledger.issue() if within_budget and group_id < self._num_groups else None
+        position = self._ledger.issued - sum(self._ledger.dropped.values())
+        within_budget = position // self._groups_per_batch <= self._version + self._max_staleness
+        return self._ledger.issue() if within_budget and position < self._num_groups else None
 
     def add(self, group: TrajectoryGroup) -> None:
         self._ledger.buffer(group.group_id)
         self._ready[group.group_id] = group
 
+    def drop(self, group_id: int, reason: str) -> None:
+        """The group in flight is given up, and the next one takes its place."""
+        self._ledger.drop(group_id, reason)
+
     def missing(self) -> int:
         """How many groups of the next batch are not complete yet."""
-        return sum(group_id not in self._ready for group_id in self._next_group_ids())
+        return self._groups_per_batch - sum(group_id in self._ready for group_id in self._next_group_ids())
 
     def take(self) -> list[Trajectory]:
         """The next batch, complete, with the age of every token checked. Raises VersionError."""
@@ -92,26 +99,26 @@ class StalenessBuffer:
         self._next_batch += 1
         return batch
 
-    def _next_group_ids(self) -> range:
-        first = self._next_batch * self._groups_per_batch
-        return range(first, first + self._groups_per_batch)
+    def _next_group_ids(self) -> list[int]:
+        """The first groups that are neither consumed nor dropped; fewer than a batch has while not all are issued."""
+        return sorted([*self._ready, *self._ledger.in_flight])[: self._groups_per_batch]
 
     def _check_fits(self, state: RolloutState) -> None:
         size = self._groups_per_batch
         still_open = sorted([*(group.group_id for group in state.buffered), *state.in_flight])
-        num_closed = state.issued - len(still_open)
-        # A batch that lacks a group would be waited for without end, and a group of an earlier batch never be used.
-        if num_closed != state.next_batch * size or still_open != list(range(num_closed, state.issued)):
+        # Batches were taken in the order of issue, so whatever was consumed is older than what is still open.
+        first_open = still_open[0] if still_open else state.issued
+        if state.consumed != state.next_batch * size or first_open < state.consumed:
             raise ConfigError(
                 f"rollout.prompts_per_step = {size}: the checkpoint was written after {state.next_batch} batches "
-                f"and {num_closed} groups, which are not batches of this size in the order of issue; resume with the "
-                "value that the checkpoint was written with"
+                f"and {state.consumed} groups, which are not batches of this size in the order of issue; resume with "
+                "the value that the checkpoint was written with"
             )
         sampled_by = {group.group_id: _oldest_version(group, default=state.version) for group in state.buffered}
         # From scratch, so by no older one.
         sampled_by |= dict.fromkeys(state.in_flight, state.version)
-        for group_id, version in sampled_by.items():
-            batch = group_id // size
+        for index, group_id in enumerate(still_open):
+            version, batch = sampled_by[group_id], state.next_batch + index // size
             if batch - version > self._max_staleness:
                 raise ConfigError(
                     f"max_staleness = {self._max_staleness}: the checkpoint has a group sampled by version {version} "

@@ -21,6 +21,7 @@ class TrajectoryRow(NamedTuple):
     prompt_length: int
     reward: float
     finish_reason: FinishReason
+    reward_reason: str = ""
 
 
 class EncodedTrajectories(NamedTuple):
@@ -46,6 +47,7 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> EncodedTrajectori
                 item.prompt_length,
                 item.reward,
                 item.finish_reason,
+                item.reward_reason,
             )
             for item in trajectories
         ],
@@ -76,6 +78,7 @@ def decode_trajectories(encoded: EncodedTrajectories) -> list[Trajectory]:
             weight_versions=weight_versions,
             reward=row.reward,
             finish_reason=FinishReason(row.finish_reason),
+            reward_reason=row.reward_reason,
         )
         for row, token_ids, behaviour_logprobs, weight_versions in parts
     ]

@@ -4,25 +4,33 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from megatron_a3po.data.buffer import StalenessBuffer
+from megatron_a3po.rollout.rewards.failures import FailureWatch
+from megatron_a3po.rollout.rewards.samples import RewardFailure
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 
 
-class RolloutCollector:
+class RolloutCollector[Sampled]:
     """Issues groups in order, collects them in any order, hands out batches in order. Lives in one event loop."""
 
     def __init__(
         self,
         buffer: StalenessBuffer,
-        sample_group: Callable[[int], Awaitable[TrajectoryGroup]],
+        sample_group: Callable[[int], Awaitable[Sampled]],
+        reward_group: Callable[[Sampled], Awaitable[TrajectoryGroup | RewardFailure]],
         watch_servers: Callable[[], Awaitable[None]],
         *,
         max_concurrent_groups: int,
+        max_failed_share: float = 0.0,
     ) -> None:
+        """A group for which `reward_group` fails is dropped, and another one takes its place; more than
+        `max_failed_share` of such groups end the collection."""
         self._buffer = buffer
         self._sample_group = sample_group
+        self._reward_group = reward_group
+        self._failures = FailureWatch(max_failed_share)
         self._watch_servers = watch_servers
         self._slots = asyncio.Semaphore(max_concurrent_groups)
-        self._version_changed = asyncio.Event()
+        self._budget_changed = asyncio.Event()
         self._group_added = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
 
@@ -31,7 +39,7 @@ class RolloutCollector:
 
     def set_version(self, version: int) -> None:
         self._buffer.set_version(version)
-        self._version_changed.set()
+        self._budget_changed.set()
 
     async def batch_complete(self) -> None:
         """Wait until `take_batch` can be called; may be cancelled. Raises whatever ended the collection meanwhile."""
@@ -73,15 +81,23 @@ class RolloutCollector:
 
     async def _admit(self) -> int:
         while (group_id := self._buffer.admit()) is None:
-            self._version_changed.clear()
-            await self._version_changed.wait()
+            self._budget_changed.clear()
+            await self._budget_changed.wait()
         return group_id
 
     async def _collect(self, group_id: int) -> None:
         try:
-            self._buffer.add(await self._sample_group(group_id))
+            sampled = await self._sample_group(group_id)
         finally:
-            self._slots.release()
+            self._slots.release()  # the servers go on while rewards are computed
+        rewarded = await self._reward_group(sampled)
+        if isinstance(rewarded, RewardFailure):
+            self._buffer.drop(group_id, rewarded.kind)
+            self._failures.record(rewarded)
+            self._budget_changed.set()
+        else:
+            self._buffer.add(rewarded)
+            self._failures.record(None)
         self._group_added.set()
 
 

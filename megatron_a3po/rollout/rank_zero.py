@@ -1,25 +1,27 @@
 """Everything of the rollouts that only rank 0 has."""
 
-import json
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from transformers import AutoTokenizer
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.data.buffer import StalenessBuffer
 from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.prompts import PromptSet, load_prompts
 from megatron_a3po.data.rollout_state import RolloutState
-from megatron_a3po.errors import DataError, VersionError
+from megatron_a3po.errors import VersionError
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.prompt_loading import load_prompts
+from megatron_a3po.rollout.reward_settings import pool_settings, shaping
+from megatron_a3po.rollout.rewarder import Rewarder
+from megatron_a3po.rollout.rewards.pool import RewardPool
 from megatron_a3po.rollout.sampler import Sampler
 from megatron_a3po.rollout.servers import LocalServer
 from megatron_a3po.runtime.logging import logger
@@ -35,7 +37,7 @@ class RankZeroRollouts:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._tokenizer = AutoTokenizer.from_pretrained(config.model)
-        self._prompts = _load_prompts(config, self._tokenizer)
+        self._prompts = load_prompts(config, self._tokenizer)
         self.ledger = Ledger()
         self._stack = ExitStack()
         self._started = False
@@ -54,7 +56,7 @@ class RankZeroRollouts:
         self._loop = EventLoopThread()
         self._stack.callback(self._loop.close)
         self._loop.run(self._build(urls, server))
-        # With a timeout: a reward function that hangs blocks the loop, and must not keep the run from ending.
+        # With a timeout: nothing that hangs may keep the run from ending.
         self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
         return self
 
@@ -71,6 +73,7 @@ class RankZeroRollouts:
             say("still waiting for the rollout server")
         infos = ready.result()
         say("the rollout server is ready")
+        self._loop.run(self._reward_pool.raise_if_failed())
         for client, info in zip(self._pool.clients, infos, strict=True):
             if not info.enable_priority_scheduling:
                 logger.warning(
@@ -105,11 +108,21 @@ class RankZeroRollouts:
         return self._loop.run(self._collector.take_batch())
 
     def sample_held_out(self, num_prompts: int, max_new_tokens: int | None = None) -> list[Trajectory]:
-        prompts = self._prompts.held_out[:num_prompts]
-        return self._loop.run(self._collector.or_failure(self._sampler.sample_each(prompts, max_new_tokens)))
+        """Whole responses are rewarded; those of `max_new_tokens` are for something else, and have NaN instead."""
+        return self._loop.run(self._collector.or_failure(self._sample_held_out(num_prompts, max_new_tokens)))
+
+    async def _sample_held_out(self, num_prompts: int, max_new_tokens: int | None) -> list[Trajectory]:
+        responses = await self._sampler.sample_each(self._prompts.held_out[:num_prompts], max_new_tokens)
+        if max_new_tokens is None:
+            return await self._rewarder.score_each(responses)
+        return [trajectory for item in responses for trajectory in item.trajectories]
 
     async def _build(self, urls: list[str], server: LocalServer | None) -> None:
         config, rollout = self._config, self._config.rollout
+        # First, since its worker imports the reward function while everything else starts.
+        self._reward_pool = RewardPool(pool_settings(config))
+        self._reward_pool.start()
+        self._rewarder = Rewarder(self._reward_pool, shaping(config), max_failed_share=config.reward.max_failed_share)
         self._pool = ServerPool(
             urls,
             timeout_seconds=rollout.request_timeout_seconds,
@@ -131,8 +144,10 @@ class RankZeroRollouts:
         self._collector = RolloutCollector(
             self._buffer,
             lambda group_id: self._sampler.sample_group(self._prompts.training_prompt(group_id), group_id),
+            self._rewarder.reward_group,
             self._pool.watch,
             max_concurrent_groups=rollout.max_concurrent_groups,
+            max_failed_share=config.reward.max_failed_share,
         )
 
     # Both in the loop's thread and without an await: no group moves meanwhile.
@@ -156,44 +171,5 @@ class RankZeroRollouts:
     async def _close(self) -> None:
         await self._collector.stop()
         self.ledger.drop_open("run_ended")
+        await self._reward_pool.close()
         await self._pool.close()
-
-
-def _load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
-    data = config.data
-    prompts = load_prompts(
-        task=data.task,
-        task_options=data.task_options,
-        size=data.size,
-        seed=data.seed,
-        order_seed=config.seed,
-        prompt_pattern=data.prompt_pattern,
-        num_held_out=data.num_held_out,
-        tokenizer=tokenizer,
-    )
-    _check_prompts(config, prompts)
-    return prompts
-
-
-def _check_prompts(config: RunConfig, prompts: PromptSet) -> None:
-    """Every prompt must fit the model and the microbatches, before anything starts. Raises DataError."""
-    described = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
-    everything = [*prompts.held_out, *map(prompts.training_prompt, range(len(prompts)))]
-    longest = max(len(prompt.token_ids) for prompt in everything) + config.rollout.max_new_tokens
-    limits = {
-        "actor.microbatch_tokens": config.actor.microbatch_tokens,
-        "the model's max_position_embeddings": described.get("max_position_embeddings", longest),
-    }
-    for name, limit in limits.items():
-        if longest > limit:
-            raise DataError(
-                f"the longest prompt and rollout.max_new_tokens = {config.rollout.max_new_tokens} make {longest} "
-                f"tokens, over {name} = {limit}; lower rollout.max_new_tokens, raise the limit, or use shorter prompts"
-            )
-    # A server dies of an id outside its vocabulary.
-    largest = max(max(prompt.token_ids) for prompt in everything)
-    if largest >= described["vocab_size"]:
-        raise DataError(
-            f"the tokenizer gives id {largest}, but the model's vocabulary has {described['vocab_size']} entries: the "
-            f"tokenizer in {config.model} belongs to another model"
-        )

@@ -1,16 +1,17 @@
-"""From prompts to scored trajectories."""
+"""From prompts to responses."""
 
 import asyncio
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import GenerateResponse, generate_request, to_trajectory
-from megatron_a3po.rollout.rewards import exact_reward
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+from megatron_a3po.types import FinishReason, Trajectory
 
 URGENT = 1 << 40
 """Priority of evaluation and checks, which the trainer waits for, over every group's `-group_id`."""
@@ -23,8 +24,21 @@ class Decoder(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Responses:
+    """What servers answered to one prompt."""
+
+    prompt: Prompt
+    group_id: int
+    """-1: of an evaluation"""
+    trajectories: tuple[Trajectory, ...]
+    """Without rewards, which are NaN"""
+    texts: tuple[str, ...]
+    """Of each trajectory's response"""
+
+
 class Sampler:
-    """Samples responses at one temperature and rewards them."""
+    """Samples responses at one temperature."""
 
     def __init__(
         self, pool: ServerPool, tokenizer: Decoder, *, group_size: int, max_new_tokens: int, temperature: float
@@ -35,20 +49,19 @@ class Sampler:
         self._max_new_tokens = max_new_tokens
         self._temperature = temperature
 
-    async def sample_group(self, prompt: Prompt, group_id: int) -> TrajectoryGroup:
+    async def sample_group(self, prompt: Prompt, group_id: int) -> Responses:
         """All responses of one group in one request."""
         responses = await self._generate([prompt], self._group_size, priority=-group_id)
-        trajectories = tuple(self._trajectory(prompt, group_id, response) for response in responses)
-        return TrajectoryGroup(group_id=group_id, trajectories=trajectories)
+        return self._responses(prompt, group_id, responses)
 
-    async def sample_each(self, prompts: Sequence[Prompt], max_new_tokens: int | None = None) -> list[Trajectory]:
+    async def sample_each(self, prompts: Sequence[Prompt], max_new_tokens: int | None = None) -> list[Responses]:
         """One response per prompt, of at most `max_new_tokens` if given, before everything else that waits."""
         chunks = [prompts[start : start + _CHUNK] for start in range(0, len(prompts), _CHUNK)]
         answers = await asyncio.gather(
             *(self._generate(chunk, 1, priority=URGENT, max_new_tokens=max_new_tokens) for chunk in chunks)
         )
         responses = [response for answer in answers for response in answer]
-        return [self._trajectory(prompt, -1, response) for prompt, response in zip(prompts, responses, strict=True)]
+        return [self._responses(prompt, -1, [response]) for prompt, response in zip(prompts, responses, strict=True)]
 
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, priority: int, max_new_tokens: int | None = None
@@ -74,12 +87,21 @@ class Sampler:
             logger.warning("%s was aborted (%s); again", name, aborted.meta_info.finish_reason.message)
         raise RolloutError(f"{name}: the server aborted it {_ATTEMPTS} times; see the server's log")
 
-    def _trajectory(self, prompt: Prompt, group_id: int, response: GenerateResponse) -> Trajectory:
-        text = self._tokenizer.decode(response.output_ids, skip_special_tokens=True)
-        return to_trajectory(
-            response,
-            prompt_id=prompt.prompt_id,
+    def _responses(self, prompt: Prompt, group_id: int, responses: Sequence[GenerateResponse]) -> Responses:
+        return Responses(
+            prompt=prompt,
             group_id=group_id,
-            prompt_ids=prompt.token_ids,
-            reward=exact_reward(prompt, text),
+            trajectories=tuple(
+                to_trajectory(
+                    response,
+                    prompt_id=prompt.prompt_id,
+                    group_id=group_id,
+                    prompt_ids=prompt.token_ids,
+                    reward=math.nan,
+                )
+                for response in responses
+            ),
+            texts=tuple(
+                self._tokenizer.decode(response.output_ids, skip_special_tokens=True) for response in responses
+            ),
         )

@@ -131,6 +131,11 @@ class RolloutSource:
             trajectories = self._rank0.sample_held_out(self._config.data.num_held_out)
         return sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
 
+    def metrics(self) -> dict[str, float]:
+        """Groups that were dropped so far, by reason; nothing on ranks other than 0."""
+        dropped = self._rank0.ledger.dropped if self._rank0 is not None else {}
+        return {f"dropped/{reason}": number for reason, number in dropped.items()}
+
     def _broadcast(self, trajectories: list[Trajectory] | None) -> list[Trajectory]:
         return broadcast_trajectories(trajectories, self._waiting)
 

@@ -36,6 +36,12 @@ def configure_logging(screen: TextIO | None) -> None:
     logger.propagate = False
 
 
+def screen() -> TextIO | None:
+    """Where the project's messages go for a person to watch; None before `configure_logging`, or without one."""
+    streams = [handler.stream for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    return next((stream for stream in streams if stream is not sys.stderr), None)
+
+
 def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
     """One step on one line: what a person watches."""
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if "/" not in name)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron_a3po.algorithm.advantage import Advantages
 from megatron_a3po.types import FinishReason, Trajectory
 
+_MAX_REASONS = 20
+"""A reward function that makes up a new reason for every response must not make up as many metrics."""
+
 
 def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: int) -> dict[str, float]:
     """What rank 0 knows of a batch that was trained at `version`, before any loss."""
@@ -20,6 +24,7 @@ def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: 
     versions = torch.cat([trajectory.weight_versions for trajectory in batch])
     ages = version - versions
     staleness, counts = torch.unique(ages, return_counts=True)
+    reasons = Counter(trajectory.reward_reason for trajectory in batch if trajectory.reward_reason)
     mixed = [trajectory.weight_versions.unique().numel() > 1 for trajectory in batch]
     return {
         "weight_version": version + 1,
@@ -32,6 +37,7 @@ def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: 
         "response_length_mean": float(lengths.mean()),
         "length_limit_share": sum(item.finish_reason is FinishReason.LENGTH for item in batch) / len(batch),
         "mixed_version_share": sum(mixed) / len(batch),
+        **{f"reward_reason/{reason}": count / len(batch) for reason, count in reasons.most_common(_MAX_REASONS)},
         **{
             f"staleness_share/{age}": count / len(versions)
             for age, count in zip(staleness.tolist(), counts.tolist(), strict=True)

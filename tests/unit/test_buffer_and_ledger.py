@@ -83,11 +83,13 @@ def test_a_run_issues_no_group_that_it_will_not_train_on(batches: int) -> None:
 def test_in_whatever_order_groups_complete_no_token_is_over_the_cap_and_batches_come_in_order(
     groups: int, staleness: int, batches: int, slots: int, seed: int
 ) -> None:
-    """Responses grow over publications, and lose all their tokens when the server retracts them."""
+    """Responses grow over publications, and lose all their tokens when the server retracts them; for some groups there
+    is no reward."""
     buffer, ledger = new_buffer(groups, staleness, batches)
     random = Random(seed)
     in_flight: dict[int, list[int]] = {}
     consumed: list[int] = []
+    dropped: set[int] = set()
     oldest = 0
     for _ in range(100_000):
         if len(in_flight) < slots and (group_id := buffer.admit()) is not None:
@@ -97,6 +99,10 @@ def test_in_whatever_order_groups_complete_no_token_is_over_the_cap_and_batches_
             in_flight[group_id].append(buffer.version)
             if random.random() < 0.2:
                 in_flight[group_id] = [buffer.version]
+            elif random.random() < 0.1:
+                buffer.drop(group_id, "reward_error")
+                dropped.add(group_id)
+                del in_flight[group_id]
             elif random.random() < 0.3:
                 buffer.add(group(group_id, in_flight.pop(group_id)))
         elif buffer.missing() == 0:
@@ -108,9 +114,9 @@ def test_in_whatever_order_groups_complete_no_token_is_over_the_cap_and_batches_
         if len(consumed) == groups * batches:
             break
 
-    assert consumed == list(range(groups * batches))
+    assert consumed == [id for id in range(ledger.issued) if id not in dropped]
     assert oldest <= staleness
-    assert ledger.issued == groups * batches and admit_all(buffer) == []
+    assert ledger.issued == groups * batches + len(dropped) and admit_all(buffer) == []
 
 
 def test_a_batch_needs_exactly_its_own_groups_however_many_later_ones_wait() -> None:

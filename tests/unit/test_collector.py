@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,18 @@ import pytest_asyncio
 from megatron_a3po.data.buffer import StalenessBuffer
 from megatron_a3po.data.ledger import Ledger
 from megatron_a3po.data.prompts import Prompt
-from megatron_a3po.errors import RolloutError, RolloutServerDied, VersionError
+from megatron_a3po.errors import RewardError, RolloutError, RolloutServerDied, VersionError
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.rewarder import Rewarder
+from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
+from megatron_a3po.rollout.rewards.shaping import Shaping
 from megatron_a3po.rollout.sampler import Sampler
-from megatron_a3po.types import Trajectory
+from megatron_a3po.types import Trajectory, TrajectoryGroup
 from tests.unit.scripted_server import ScriptedServer, answer, close_connection, hang, refuse, response
 
+MAX_FAILED_SHARE = 0.02
 GROUPS_PER_BATCH, GROUP_SIZE, MAX_STALENESS, NUM_BATCHES, MAX_CONCURRENT = 3, 2, 2, 8, 5
 
 
@@ -28,6 +32,22 @@ class Digits:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         return " ".join(map(str, token_ids))
+
+
+class Scores:
+    """Scores without processes: `wrong` says for a prompt what goes wrong, and `hold` keeps rewards back."""
+
+    def __init__(self) -> None:
+        self.wrong: dict[str, RewardFailure] = {}
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def score(self, groups: Sequence[Sequence[Sample]]) -> list[list[Score] | RewardFailure]:
+        await self.hold.wait()
+        return [
+            self.wrong.get(group[0].prompt_id) or [Score(value=1.0, reason="right", has_format=False) for _ in group]
+            for group in groups
+        ]
 
 
 @dataclass
@@ -39,7 +59,9 @@ class Rollouts:
     sampler: Sampler
     ledger: Ledger
     buffer: StalenessBuffer
-    collector: RolloutCollector
+    collector: RolloutCollector[Any]
+    scores: Scores
+    rewarder: Rewarder
     death: list[str]
     """A message here means that the local process has ended."""
 
@@ -68,7 +90,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def prompt(group_id: int) -> Prompt:
-    return Prompt(prompt_id=f"task/0/{group_id}", token_ids=(1, group_id + 2), score=lambda text: 1.0)
+    return Prompt(prompt_id=f"task/0/{group_id}", token_ids=(1, group_id + 2))
 
 
 @pytest_asyncio.fixture
@@ -83,13 +105,18 @@ async def rollouts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollouts]:
         buffer = StalenessBuffer(
             groups_per_batch=GROUPS_PER_BATCH, max_staleness=MAX_STALENESS, num_batches=NUM_BATCHES, ledger=ledger
         )
+        scores = Scores()
+        shaping = Shaping(max_new_tokens=8, format_penalty=0.25, length_penalty=0.5)
+        rewarder = Rewarder(scores, shaping, max_failed_share=MAX_FAILED_SHARE)
         collector = RolloutCollector(
             buffer,
             lambda group_id: sampler.sample_group(prompt(group_id), group_id),
+            rewarder.reward_group,
             pool.watch,
             max_concurrent_groups=MAX_CONCURRENT,
+            max_failed_share=MAX_FAILED_SHARE,
         )
-        made = Rollouts(server, pool, sampler, ledger, buffer, collector, death)
+        made = Rollouts(server, pool, sampler, ledger, buffer, collector, scores, rewarder, death)
         yield made
         await asyncio.wait_for(collector.stop(), 2.0)
         made.check_ledger()
@@ -180,19 +207,71 @@ async def test_a_failing_group_ends_the_wait_with_the_first_cause(rollouts: Roll
         await rollouts.next_batch()
 
 
-async def test_a_reward_function_that_raises_ends_the_wait_with_its_error(rollouts: Rollouts) -> None:
-    def score(text: str) -> float:
-        raise ZeroDivisionError("in the user's code")
+def fails(kind: FailureKind = FailureKind.ERROR) -> RewardFailure:
+    return RewardFailure(kind=kind, message="in the user's code")
 
-    async def sample(group_id: int) -> Any:
-        return await rollouts.sampler.sample_group(Prompt(prompt_id="x", token_ids=(1,), score=score), group_id)
 
-    collector = RolloutCollector(rollouts.buffer, sample, rollouts.pool.watch, max_concurrent_groups=2)
-    collector.start()
+async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_next_one_takes_its_place(
+    rollouts: Rollouts,
+) -> None:
+    rollouts.scores.wrong = {"task/0/1": fails(FailureKind.TIMEOUT), "task/0/5": fails()}
+    rollouts.publish(0)
+    rollouts.collector.start()
 
-    with pytest.raises(ZeroDivisionError, match="in the user's code"):
-        await asyncio.wait_for(collector.batch_complete(), 3.0)
-    await collector.stop()
+    consumed = []
+    for step in range(NUM_BATCHES):
+        consumed += [trajectory.group_id for trajectory in (await rollouts.next_batch())[::GROUP_SIZE]]
+        rollouts.publish(step + 1)
+
+    assert consumed == [id for id in range(GROUPS_PER_BATCH * NUM_BATCHES + 2) if id not in (1, 5)]
+    counts = rollouts.check_ledger()
+    assert counts["dropped_by_reason"] == {"reward_timeout": 1, "reward_error": 1}
+    assert counts["consumed"] == GROUPS_PER_BATCH * NUM_BATCHES
+
+
+async def test_more_failures_than_allowed_end_the_wait_with_their_counts(rollouts: Rollouts) -> None:
+    rollouts.scores.wrong = {f"task/0/{id}": fails() for id in range(3)}
+    rollouts.publish(0)
+    rollouts.collector.start()
+
+    with pytest.raises(RewardError, match=r"3 of the last 100 groups .*3 reward_error.*in the user's code"):
+        await rollouts.next_batch()
+
+
+async def test_the_servers_go_on_while_rewards_are_computed(rollouts: Rollouts) -> None:
+    rollouts.scores.hold.clear()
+    rollouts.publish(0)
+    rollouts.collector.start()
+    budget = (MAX_STALENESS + 1) * GROUPS_PER_BATCH
+
+    await wait_until(lambda: len(rollouts.server.bodies("/generate")) == budget)
+
+    assert budget > MAX_CONCURRENT and rollouts.check_ledger()["buffered"] == 0
+    rollouts.scores.hold.set()
+    await rollouts.next_batch()
+
+
+async def test_training_rewards_are_shaped_and_those_of_an_evaluation_are_not(rollouts: Rollouts) -> None:
+    rollouts.publish(0)
+    sampled = await rollouts.sampler.sample_group(prompt(0), 0)
+    group = await rollouts.rewarder.reward_group(sampled)
+    evaluated = await rollouts.rewarder.score_each(await rollouts.sampler.sample_each([prompt(0)]))
+
+    # Four tokens of eight, and not in the format.
+    assert isinstance(group, TrajectoryGroup)
+    assert [(item.reward, item.reward_reason) for item in group.trajectories] == [(0.5, "right_bad_format")] * 2
+    assert [item.reward for item in evaluated] == [1.0]
+
+
+async def test_an_evaluation_leaves_out_what_has_no_reward_and_fails_where_that_is_too_much(rollouts: Rollouts) -> None:
+    rollouts.publish(0)
+    responses = await rollouts.sampler.sample_each([prompt(index) for index in range(100)])
+    rollouts.scores.wrong = {"task/0/3": fails(), "task/0/7": fails()}
+    assert len(await rollouts.rewarder.score_each(responses)) == 98
+
+    rollouts.scores.wrong["task/0/9"] = fails()
+    with pytest.raises(RewardError, match="3 of 100 responses of an evaluation"):
+        await rollouts.rewarder.score_each(responses)
 
 
 async def test_the_death_of_the_local_server_ends_the_wait_promptly(rollouts: Rollouts) -> None:
@@ -279,9 +358,9 @@ async def test_an_aborted_response_of_an_evaluation_is_sampled_again_and_never_c
     rollouts.server.script("/generate", answer([partial, partial]), calls=range(1, 2))
     rollouts.publish(0)
 
-    trajectories = await rollouts.sampler.sample_each([prompt(0), prompt(1)])
+    responses = await rollouts.sampler.sample_each([prompt(0), prompt(1)])
 
-    assert [trajectory.response_length for trajectory in trajectories] == [4, 4]
+    assert [item.trajectories[0].response_length for item in responses] == [4, 4]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -180,7 +180,7 @@ def test_missing_required_keys_are_all_named(file: Path, model: Path) -> None:
 
     assert mistakes(file) == ["run_dir", "num_steps", "data"]
     file.write_text("device: cpu\nprecision: fp32\nnum_steps: 1\ndata: {}\n")
-    assert mistakes(file) == ["model", "run_dir", "data.task"]
+    assert mistakes(file) == ["model", "run_dir", "data"]
 
 
 @pytest.mark.parametrize("override", ["model.x=1", "model.x.y=1", "num_steps.a.b.c=1", "data.task.x.y=3"])

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
-from megatron_a3po.data.prompts import PromptSet, _select, load_prompts
+from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.data.questions import PromptEncoder
+from megatron_a3po.data.tasks import _select, load_task
 from megatron_a3po.errors import DataError
+from megatron_a3po.rollout.rewards.scorers import TaskSpec, task_scorer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
 DATA: dict[str, Any] = {
@@ -26,7 +29,7 @@ class ByteTokenizer:
 
 
 def load(**changes: Any) -> PromptSet:
-    return load_prompts(**(DATA | changes), tokenizer=ByteTokenizer())
+    return load_task(**(DATA | changes), encoder=PromptEncoder(ByteTokenizer()))
 
 
 def questions(prompts: PromptSet, indices: range) -> list[str]:
@@ -40,20 +43,23 @@ def test_the_question_is_encoded_unchanged_and_without_special_tokens() -> None:
     assert held_out[0].prompt_id == "spell_backward/7/0"
 
 
-def test_the_score_is_the_exact_float_of_the_tasks_own_scorer() -> None:
-    ovated = load().held_out[0]
+def test_only_what_the_tasks_own_scorer_finds_perfect_is_right() -> None:
+    score, ovated = task_scorer(TaskSpec(name="spell_backward", options={})), load().held_out[0]
 
-    assert ovated.score("detavo") == 1.0
-    # Six letters of seven are right, one sixth each, which sums to this. In float32 it would be a right answer.
-    assert ovated.score("detavox") == 0.9999999999999999
+    assert ovated.answer == "detavo" and ovated.question == INSTRUCTION + "ovated"
+    assert score("detavo", ovated.row) == 1.0
+    # Six letters of seven are right, one sixth each, which sums to 0.9999999999999999: right in float32.
+    assert score("detavox", ovated.row) == 0.0
 
 
-def test_two_prompts_of_one_set_score_against_their_own_answers() -> None:
-    first, second = load().held_out[:2]
-    word = bytes(second.token_ids).decode()[-6:]
+def test_prompts_that_are_too_long_are_left_out_and_a_foreign_tokenizer_is_refused() -> None:
+    longest = len(INSTRUCTION) + 6
 
-    assert second.score(word[::-1]) == 1.0
-    assert first.score(word[::-1]) < 1.0
+    assert len(load(prompt_pattern=None, max_prompt_tokens=longest)) == len(load(prompt_pattern=None))
+    with pytest.raises(DataError, match=r"0 of them short enough \(max_prompt_tokens=20\)"):
+        load(max_prompt_tokens=20)
+    with pytest.raises(DataError, match="gives id 122, but the model's vocabulary has 120 entries"):
+        load(vocab_size=120)
 
 
 def test_the_same_settings_give_the_same_stream_in_whatever_order_it_is_asked_for() -> None:

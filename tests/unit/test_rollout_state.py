@@ -316,9 +316,20 @@ def test_another_batch_size_is_refused_also_where_nothing_is_open(groups: int) -
         new_buffer(groups, 1, 9, state_after(4))
 
 
-def test_a_dropped_group_of_a_batch_that_is_still_to_come_is_refused_instead_of_waited_for() -> None:
-    state = dataclasses.replace(state_after(4), issued=10, dropped={"late": 1}, in_flight=(9,))
-    with pytest.raises(ConfigError, match="after 4 batches and 9 groups"):
+def test_the_place_of_a_dropped_group_is_taken_by_the_next_one_also_after_a_restart() -> None:
+    state = dataclasses.replace(
+        state_after(4), issued=11, dropped={"late": 1}, buffered=(group(8, [4]),), in_flight=(10,)
+    )
+    buffer = new_buffer(2, 1, 9, state)
+
+    assert buffer.missing() == 1 and buffer.admit() == 10
+    buffer.add(group(10, [4]))
+    assert [trajectory.group_id for trajectory in buffer.take()] == [8, 8, 8, 10, 10]
+
+
+def test_a_state_that_lacks_a_group_older_than_what_was_consumed_is_refused() -> None:
+    state = dataclasses.replace(state_after(4), issued=10, dropped={"late": 1}, in_flight=(7,))
+    with pytest.raises(ConfigError, match="not batches of this size in the order of issue"):
         new_buffer(2, 1, 9, state)
 
 
@@ -362,6 +373,7 @@ class Run:
         self._collector = RolloutCollector(
             self.buffer,
             self._sample,
+            _as_it_is,
             asyncio.Event().wait,
             max_concurrent_groups=5,  # type: ignore[arg-type]
         )
@@ -387,6 +399,10 @@ class Run:
         for _ in range(self._random.randrange(12)):
             await asyncio.sleep(0)
         return group(group_id, [max(0, group_id // 3 - self._staleness)])
+
+
+async def _as_it_is(group: TrajectoryGroup) -> TrajectoryGroup:
+    return group
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -16,7 +16,8 @@ import make_tiny_model  # noqa: E402
 import study_report  # noqa: E402
 import study_staleness as study  # noqa: E402
 
-from megatron_a3po.data.prompts import Prompt, load_prompts  # noqa: E402
+from megatron_a3po.data.questions import PromptEncoder  # noqa: E402
+from megatron_a3po.data.tasks import load_task  # noqa: E402
 from megatron_a3po.errors import ConfigError  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
@@ -39,7 +40,7 @@ def bench(folder: Path) -> study.Workbench:
     return study.Workbench(
         model=study.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=tokenizer,
-        prompts=load_prompts(**data, tokenizer=tokenizer),
+        prompts=load_task(**data, encoder=PromptEncoder(tokenizer)),
         weights=study.digest(folder),
     )
 
@@ -48,10 +49,10 @@ def bench(folder: Path) -> study.Workbench:
 def reachable_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model never gives a right answer, and equal rewards teach nothing."""
 
-    def reward(_prompt: Prompt, text: str) -> float:
+    def reward(text: str, _entry: object) -> float:
         return float(len(text) % 2)
 
-    monkeypatch.setattr(study, "exact_reward", reward)
+    monkeypatch.setattr(study, "task_scorer", lambda _task: reward)
 
 
 def settings(objective: str, staleness: int, *, seed: int = 0, num_steps: int = 2) -> study_report.RunSettings:

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_a3po.config import load_config
-from megatron_a3po.data.prompts import load_prompts
+from megatron_a3po.data.questions import PromptEncoder
+from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def test_generation_stops_at_the_tokenizers_end_of_sequence(folder: Path, tokeni
 
 
 def test_a_prompt_has_eight_tokens_of_a_vocabulary_of_259(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts = load_prompts(**tool.DATA, tokenizer=tokenizer)
+    prompts = load_task(**tool.DATA, encoder=PromptEncoder(tokenizer))
 
     assert len(tokenizer) == AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 259
     assert {len(prompt.token_ids) for prompt in prompts.held_out} == {8}
@@ -87,7 +88,7 @@ def test_the_teacher_is_right_one_time_in_four_and_else_stops_early_or_runs_on()
 
 
 def test_demonstrations_reverse_the_word_and_label_the_response_only(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompts = load_prompts(**tool.DATA, tokenizer=tokenizer)
+    prompts = load_task(**tool.DATA, encoder=PromptEncoder(tokenizer))
 
     demonstrations = tool.make_demonstrations(prompts, tokenizer, SETTINGS)
 

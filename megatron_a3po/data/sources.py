@@ -1,0 +1,164 @@
+"""Rows of JSONL files, Parquet files and folders of Hugging Face `datasets`, one after the other in bounded memory."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megatron_a3po.data.rows import BadRow, RowProblem
+from megatron_a3po.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_BATCH_ROWS = 1024
+MAX_LINE_BYTES = 16 * 1024 * 1024
+_DICT_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRow:
+    """One row as it was found."""
+
+    file: str
+    number: int
+    """Of the line or the row in its file, from 1"""
+    content: dict[str, Any] | RowProblem
+    raw: Any
+    """What the quarantine shows"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A dataset on the disk."""
+
+    size: int
+    unit: str
+    """Of `size`: B, or row"""
+    rows: Callable[[], Iterator[tuple[SourceRow, int]]]
+    """Each row, and how much of `size` is read with it"""
+
+
+def open_source(path: Path, split: str | None = None) -> Source:
+    """`split`: of a dataset that has several. Raises DataError for what is no dataset."""
+    try:
+        if path.is_dir():
+            return _open_folder(path, split)
+        if path.suffix in (".jsonl", ".json"):
+            return _jsonl([path])
+        if path.suffix == ".parquet":
+            return _parquet([path])
+    except (OSError, ValueError, ImportError) as error:  # pyarrow's errors are ValueErrors
+        raise DataError(f"data.path = {path} cannot be read: {error}") from error
+    raise DataError(
+        f"data.path = {path}: not a .jsonl or .parquet file, nor a folder that datasets' save_to_disk wrote"
+    )
+
+
+def _open_folder(path: Path, split: str | None) -> Source:
+    if (path / _DICT_FILE).exists() or (path / _STATE_FILE).exists():
+        return _saved_to_disk(path, split)
+    for suffix, open_files in ((".parquet", _parquet), (".jsonl", _jsonl)):
+        files = sorted(path.rglob(f"*{suffix}"))
+        # As on the Hugging Face hub: train-00000-of-00002.parquet, or a folder for each split.
+        chosen = [
+            file for file in files if split is None or split in (file.parent.name, file.name.split("-")[0], file.stem)
+        ]
+        if chosen:
+            return open_files(chosen)
+        if files:
+            names = ", ".join(str(file.relative_to(path)) for file in files[:5])
+            raise DataError(f"data.split = {split}: none of {names} in {path} is of this split; name another")
+    raise DataError(f"data.path = {path}: no *.parquet, no *.jsonl and no dataset of save_to_disk in this folder")
+
+
+def _jsonl(files: list[Path]) -> Source:
+    def rows() -> Iterator[tuple[SourceRow, int]]:
+        for path in files:
+            with path.open("rb") as file:
+                for number, (line, num_bytes) in enumerate(_lines(file), 1):
+                    row = SourceRow(file=path.name, number=number, content=_parse_line(line), raw=line)
+                    yield row, num_bytes
+
+    return Source(size=sum(file.stat().st_size for file in files), unit="B", rows=rows)
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Each line, of which no more than a bound is held, and its length."""
+    while line := file.readline(MAX_LINE_BYTES):
+        num_bytes = len(line)
+        rest = line
+        while not rest.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
+            num_bytes += len(rest)
+        yield line, num_bytes
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | RowProblem:
+    if len(line) >= MAX_LINE_BYTES:
+        return RowProblem(BadRow.TOO_LONG, f"{MAX_LINE_BYTES} bytes or more")
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return RowProblem(BadRow.INVALID_UTF8, str(error))
+    if not text.strip():
+        return RowProblem(BadRow.EMPTY, "an empty line")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return RowProblem(BadRow.BROKEN_JSON, str(error))
+    if not isinstance(content, dict):
+        return RowProblem(BadRow.WRONG_TYPE, f"the line holds {type(content).__name__}, not an object")
+    return content
+
+
+def _parquet(files: list[Path]) -> Source:
+    import pyarrow.parquet as parquet
+
+    def rows() -> Iterator[tuple[SourceRow, int]]:
+        for path in files:
+            number = 0
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                    for content in _arrow_rows(batch):
+                        number += 1
+                        yield SourceRow(file=path.name, number=number, content=content, raw=content), 1
+
+    return Source(size=sum(parquet.read_metadata(file).num_rows for file in files), unit="row", rows=rows)
+
+
+def _saved_to_disk(path: Path, split: str | None) -> Source:
+    import datasets
+
+    dataset = datasets.load_from_disk(str(path))
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            known = ", ".join(dataset)
+            raise DataError(f"data.split = {split}: {path} has the splits {known}; name one of them")
+        dataset = dataset[split]
+    name, dataset = path.name, dataset.with_format("arrow")
+
+    def rows() -> Iterator[tuple[SourceRow, int]]:
+        number = 0
+        for table in dataset.iter(batch_size=_BATCH_ROWS):
+            for content in _arrow_rows(table):
+                number += 1
+                yield SourceRow(file=name, number=number, content=content, raw=content), 1
+
+    return Source(size=len(dataset), unit="row", rows=rows)
+
+
+def _arrow_rows(table: "pyarrow.Table | pyarrow.RecordBatch") -> list[dict[str, Any] | RowProblem]:
+    try:
+        rows: list[dict[str, Any] | RowProblem] = list(table.to_pylist())
+    except UnicodeDecodeError:  # Arrow keeps whatever bytes a writer has called text
+        rows = [_arrow_row(table.slice(index, 1)) for index in range(table.num_rows)]
+    return rows
+
+
+def _arrow_row(row: "pyarrow.Table | pyarrow.RecordBatch") -> dict[str, Any] | RowProblem:
+    try:
+        content: dict[str, Any] = row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return RowProblem(BadRow.INVALID_UTF8, str(error))
+    return content

@@ -1,0 +1,50 @@
+"""Questions on the disk: of a million of them, eight bytes each are in memory."""
+
+import json
+import os
+import tempfile
+from array import array
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.data.questions import Question
+from megatron_a3po.data.rows import BadRow, RowProblem
+from megatron_a3po.errors import DataError
+
+
+class QuestionStore:
+    """Append-only, in a file without a name that goes with the process. The run is thereby independent of what happens
+    to the dataset, and any format of one is read in order and only once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the questions are asked for)
+        self._ends = array("Q", [0])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Question:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, end = self._ends[index], self._ends[index + 1]
+        self._file.flush()
+        content: dict[str, Any] = json.loads(os.pread(self._file.fileno(), end - start, start))
+        return Question(**content)
+
+    def append(self, question: Question) -> None:
+        """Raises RowProblem for a row of other than JSON's types, and DataError where the disk is full."""
+        content = {
+            "prompt_id": question.prompt_id,
+            "prompt": question.prompt,
+            "answer": question.answer,
+            "row": question.row,
+        }
+        try:
+            encoded = json.dumps(content).encode()
+        except (TypeError, ValueError) as error:
+            raise RowProblem(BadRow.WRONG_TYPE, str(error)) from None
+        try:
+            self._file.write(encoded)
+        except OSError as error:
+            raise DataError(f"a copy of the dataset cannot be kept in run_dir: {error}; make room there") from error
+        self._ends.append(self._ends[-1] + len(encoded))

@@ -1,0 +1,90 @@
+"""From responses to rewarded trajectories."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from megatron_a3po.errors import RewardError
+from megatron_a3po.rollout.rewards.failures import too_many
+from megatron_a3po.rollout.rewards.samples import RewardFailure, Sample, Score
+from megatron_a3po.rollout.rewards.shaping import Shaping
+from megatron_a3po.rollout.sampler import Responses
+from megatron_a3po.runtime.logging import logger
+from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+
+_BAD_FORMAT = "bad_format"
+
+
+class ScorerPool(Protocol):
+    async def score(self, groups: Sequence[Sequence[Sample]]) -> Sequence[list[Score] | RewardFailure]:
+        """Scores of each group, or why it has none."""
+
+
+class Rewarder:
+    """Asks the reward workers, and shapes what they say."""
+
+    def __init__(self, pool: ScorerPool, shaping: Shaping, *, max_failed_share: float) -> None:
+        self._pool = pool
+        self._shaping = shaping
+        self._max_failed_share = max_failed_share
+
+    async def reward_group(self, responses: Responses) -> TrajectoryGroup | RewardFailure:
+        """The group to train on. One response without a reward is a group without rewards: its others would be
+        compared with a baseline that it is missing from."""
+        (outcome,) = await self._pool.score([_samples(responses)])
+        if isinstance(outcome, RewardFailure):
+            return replace(outcome, message=f"prompt {responses.prompt.prompt_id}: {outcome.message}")
+        return TrajectoryGroup(
+            group_id=responses.group_id,
+            trajectories=tuple(
+                replace(
+                    trajectory,
+                    reward=self._shaping.reward(score, trajectory.response_length),
+                    reward_reason=_reason(score),
+                )
+                for trajectory, score in zip(responses.trajectories, outcome, strict=True)
+            ),
+        )
+
+    async def score_each(self, responses: Sequence[Responses]) -> list[Trajectory]:
+        """Trajectories of an evaluation, with rewards as the scorer gives them; those that it fails for are left out.
+
+        Raises RewardError when these are more than `max_failed_share`.
+        """
+        outcomes = await self._pool.score([_samples(item) for item in responses])
+        scored: list[Trajectory] = []
+        failed: list[RewardFailure] = []
+        for item, outcome in zip(responses, outcomes, strict=True):
+            if isinstance(outcome, RewardFailure):
+                failed.append(replace(outcome, message=f"prompt {item.prompt.prompt_id}: {outcome.message}"))
+                continue
+            for trajectory, score in zip(item.trajectories, outcome, strict=True):
+                scored.append(replace(trajectory, reward=score.value, reward_reason=_reason(score)))
+        if failed:
+            message = too_many(failed, f"{len(responses)} responses of an evaluation", self._max_failed_share)
+            if len(failed) > self._max_failed_share * len(responses) or not scored:
+                raise RewardError(message)
+            logger.warning("%d responses of an evaluation got no reward; the last one: %s", len(failed), failed[-1])
+        return scored
+
+
+def _samples(responses: Responses) -> list[Sample]:
+    prompt = responses.prompt
+    return [
+        Sample(
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.question,
+            response=text,
+            answer=prompt.answer,
+            row=dict(prompt.row),
+            num_tokens=trajectory.response_length,
+            truncated=trajectory.finish_reason is FinishReason.LENGTH,
+        )
+        for trajectory, text in zip(responses.trajectories, responses.texts, strict=True)
+    ]
+
+
+def _reason(score: Score) -> str:
+    if score.has_format:
+        return score.reason
+    return f"{score.reason}_{_BAD_FORMAT}" if score.reason else _BAD_FORMAT

@@ -1,0 +1,126 @@
+"""Grades of answers to mathematical questions."""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatron_a3po.rollout.rewards.samples import Sample, Score
+
+RIGHT, WRONG, NO_ANSWER, TOO_LONG, UNDECIDED = "right", "wrong", "no_answer", "too_long", "undecided"
+_MAX_ANSWER_CHARACTERS = 500
+"""Longer ones do not answer a question, but try to match whatever it may be."""
+_DECIDE_SECONDS = 5
+_END_OF_THOUGHT = "</think>"
+_ANSWER_WORD = re.compile(r"(?:\banswer\b\**(?:\s+is)?\s*[:=]?|####)\**[^\S\n]*(?=(\S[^\n]*))", re.IGNORECASE)
+_END_OF_SENTENCE = re.compile(r"[.;!]\s")
+_MAX_BOXES = 5
+"""Of a response with thousands of boxes that nobody closed, so many are looked at, from the end."""
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
+
+
+def grade_by_math(sample: Sample) -> Score:
+    """1 when the response's answer is mathematically that of the dataset, by math-verify.
+
+    Units are not compared, a percentage is right as a number and as a fraction, and a decimal number must have six
+    right digits. An answer that math-verify cannot decide on within 5 s is not right.
+    """
+    return _grade(sample, _is_equivalent)
+
+
+def grade_by_text(sample: Sample) -> Score:
+    """1 when the response's answer is that of the dataset, character for character, but for spaces around it."""
+    return _grade(sample, lambda right, given: False)
+
+
+def find_answer(response: str) -> str | None:
+    """What a response gives as its answer, without delimiters of mathematics; None where it gives none.
+
+    The last box; else what stands behind the last "answer" or "####" of the last line that has one; else the whole
+    response, if it is one line. Thoughts up to `</think>` do not count.
+    """
+    _, end, response = response.rpartition(_END_OF_THOUGHT)
+    if not end and "<think>" in response:
+        return None
+    for match in list(_BOX.finditer(response))[: -_MAX_BOXES - 1 : -1]:
+        if (content := _up_to_brace(response, match.end())) is not None:
+            return _strip(content) or None
+    after_word = list(_ANSWER_WORD.finditer(response))
+    if after_word:
+        return _strip(_END_OF_SENTENCE.split(after_word[-1][1], maxsplit=1)[0]) or None
+    lines = response.strip().splitlines()
+    return (_strip(lines[0]) or None) if len(lines) == 1 else None
+
+
+def _grade(sample: Sample, is_equivalent: Callable[[str, str], bool | None]) -> Score:
+    right = _strip(str(sample.answer))
+    if sample.answer is None or not right:
+        raise ValueError(f"prompt {sample.prompt_id} has no answer to compare with; check data.columns")
+    given = find_answer(sample.response)
+    if given is None:
+        return Score(value=0.0, reason=NO_ANSWER)
+    if given == right:
+        return Score(value=1.0, reason=RIGHT)
+    if len(given) > max(_MAX_ANSWER_CHARACTERS, 2 * len(right)):
+        return Score(value=0.0, reason=TOO_LONG)
+    verdict = is_equivalent(right, given)
+    if verdict is None:
+        return Score(value=0.0, reason=UNDECIDED)
+    return Score(value=float(verdict), reason=RIGHT if verdict else WRONG)
+
+
+def _is_equivalent(right: str, given: str) -> bool | None:
+    """None where math-verify gives up."""
+    # Imported here: sympy takes about a second, and most reward functions do without it.
+    from math_verify import verify
+    from math_verify.errors import TimeoutException
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    try:
+        return bool(verify(_parse(right), _parse(given), timeout_seconds=_DECIDE_SECONDS, raise_on_error=True))
+    except TimeoutException:
+        return None
+    except MemoryError:
+        raise
+    except Exception:  # whatever sympy raises for an expression without sense
+        return False
+
+
+def _parse(answer: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    # As one expression: left to itself, math-verify looks for anything in a text that could be the answer.
+    return list(
+        parse(
+            f"${answer.replace(r'\$', '').replace('$', '')}$",
+            [LatexExtractionConfig(boxed_match_priority=-1)],
+            fallback_mode="no_fallback",
+            extraction_mode="first_match",
+            parsing_timeout=_DECIDE_SECONDS,
+            raise_on_error=True,
+        )
+    )
+
+
+def _up_to_brace(text: str, start: int) -> str | None:
+    """What stands in the braces that were opened before `start`; None where they are not closed."""
+    depth = 1
+    for position in range(start, len(text)):
+        character = text[position]
+        if character in "{}" and text[position - 1] != "\\":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return text[start:position]
+    return None
+
+
+def _strip(answer: str) -> str:
+    before = None
+    while answer != before:
+        before = answer
+        answer = answer.strip().removesuffix(".").strip()
+        for opening, closing in _MATH_DELIMITERS:
+            if len(answer) >= len(opening) + len(closing) and answer.startswith(opening) and answer.endswith(closing):
+                answer = answer[len(opening) : -len(closing)]
+    return answer

@@ -1,0 +1,257 @@
+"""The trainer's side of the reward workers: a few processes, each with one request at a time and a deadline."""
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ValidationError
+
+from megatron_a3po.errors import RewardError
+from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
+from megatron_a3po.rollout.rewards.scorers import ScorerSpec
+from megatron_a3po.rollout.rewards.wire import (
+    HEADER_BYTES,
+    MAX_ANSWER_BYTES,
+    Answer,
+    Ready,
+    WorkerStart,
+    frame,
+    length_of,
+)
+from megatron_a3po.runtime.logging import logger
+
+Outcome = list[Score] | RewardFailure
+START_SECONDS = 120.0
+"""A reward function's imports may take so long."""
+_END_SECONDS = 10.0
+_GROW_SECONDS = 1.0
+"""A request that has waited so long is reason to start another worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSettings:
+    spec: ScorerSpec
+    max_workers: int
+    timeout_seconds: float
+    memory_bytes: int | None
+    log_file: Path
+
+
+class RewardPool:
+    """Lives in one event loop. One worker is there from the start; more come, up to the limit, while requests wait."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self._settings = settings
+        self._idle: asyncio.LifoQueue[_Worker | RewardError] = asyncio.LifoQueue()
+        self._workers: set[_Worker] = set()
+        self._starts: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Without waiting for it: `ready` does."""
+        self._start_worker()
+
+    async def ready(self) -> None:
+        """Raises RewardError where no worker can score."""
+        self._release(await self._take())
+
+    async def raise_if_failed(self) -> None:
+        """As `ready`, without waiting for a worker that still starts."""
+        if not self._idle.empty():
+            await self.ready()
+
+    async def score(self, groups: Sequence[Sequence[Sample]]) -> list[Outcome]:
+        """Scores of each group, or why it has none; a failure of one group does not concern the others."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(groups):
+            worker = await self._take()
+            try:
+                outcomes += await worker.score(groups[len(outcomes) :], self._settings.timeout_seconds)
+            finally:
+                if worker.is_usable:
+                    self._release(worker)
+                else:
+                    self._discard(worker)
+        return outcomes
+
+    async def close(self) -> None:
+        """End all workers and everything that they have started."""
+        self._is_closed = True
+        for task in self._starts:
+            task.cancel()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+
+    async def _take(self) -> "_Worker":
+        while True:
+            try:
+                async with asyncio.timeout(_GROW_SECONDS):
+                    found = await self._idle.get()
+            except TimeoutError:
+                if not self._starts and len(self._workers) < self._settings.max_workers:
+                    self._start_worker()
+                continue
+            if isinstance(found, _Worker):
+                return found
+            self._idle.put_nowait(found)  # for all others that wait
+            raise found
+
+    def _release(self, worker: "_Worker") -> None:
+        self._idle.put_nowait(worker)
+
+    def _discard(self, worker: "_Worker") -> None:
+        """End the worker, and start another one in its place."""
+        if not self._is_closed:
+            self._start_worker(instead_of=worker)
+
+    def _start_worker(self, instead_of: "_Worker | None" = None) -> None:
+        task = asyncio.create_task(self._replace(instead_of))
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
+
+    async def _replace(self, old: "_Worker | None") -> None:
+        if old is not None:
+            await old.end()
+            self._workers.discard(old)
+        worker: _Worker | None = None
+        try:
+            worker = await _Worker.start(self._settings.log_file)
+            self._workers.add(worker)
+            settings = self._settings
+            await worker.prepare(
+                WorkerStart(spec=settings.spec, memory_bytes=settings.memory_bytes, python_path=list(sys.path))
+            )
+            self._release(worker)
+        except (RewardError, OSError) as error:
+            if worker is not None:
+                await worker.end()
+                self._workers.discard(worker)
+            failure = error if isinstance(error, RewardError) else RewardError(f"no reward worker can start: {error}")
+            self._idle.put_nowait(failure)
+
+
+class _Worker:
+    """One worker process (a keeper and its scorer). After a failure it may not be usable any more."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log_file: Path) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process = process
+        self._requests, self._answers = process.stdin, process.stdout
+        self._log_file = log_file
+        self.is_usable = True
+
+    @classmethod
+    async def start(cls, log_file: Path) -> Self:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        # No GPU, where a library that a reward function imports would take memory from the trainer.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        with log_file.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "megatron_a3po.rollout.rewards.worker"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,
+            )
+        return cls(process, log_file)
+
+    async def prepare(self, start: WorkerStart) -> None:
+        """Raises RewardError where the scorer cannot be made."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._send(start)
+                ready = await self._receive(Ready)
+        except TimeoutError:
+            raise RewardError(
+                f"reward.scorer = {start.spec.scorer!r}: its imports took more than {START_SECONDS:g} s; see "
+                f"{self._log_file}"
+            ) from None
+        except _Lost:
+            raise RewardError(
+                f"reward.scorer = {start.spec.scorer!r}: the worker {await self._describe_end()} while it imported the "
+                f"scorer; see {self._log_file}, or raise reward.worker_memory_bytes"
+            ) from None
+        if ready.error is not None:
+            raise RewardError(ready.error)
+
+    async def score(self, groups: Sequence[Sequence[Sample]], timeout_seconds: float) -> list[Outcome]:
+        """Outcomes in order, up to a failure after which the worker is not usable; at least one."""
+        outcomes: list[Outcome] = []
+        self.is_usable = False  # unless all goes well: also where this call is cancelled
+        try:
+            for group in groups:
+                async with asyncio.timeout(timeout_seconds):
+                    if not outcomes:
+                        await self._send(groups)
+                    answer = await self._receive(Answer)
+                outcomes.append(_checked(answer.outcome(), group))
+                if answer.ends:
+                    return outcomes
+        except TimeoutError:
+            message = f"no reward after reward.timeout_seconds = {timeout_seconds:g} s"
+            return [*outcomes, RewardFailure(kind=FailureKind.TIMEOUT, message=message)]
+        except _Lost:
+            message = f"the reward worker {await self._describe_end()}; see {self._log_file}"
+            return [*outcomes, RewardFailure(kind=FailureKind.DIED, message=message)]
+        self.is_usable = True
+        return outcomes
+
+    async def end(self) -> None:
+        """Kill the worker with all its descendants, however busy they are."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            logger.warning("reward worker %d does not end; it is killed", self._process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        self._requests.close()
+
+    async def _send(self, message: object) -> None:
+        try:
+            self._requests.write(frame(pickle.dumps(message)))
+            await self._requests.drain()
+        except (ConnectionError, RuntimeError):
+            raise _Lost from None
+
+    async def _receive[Model: BaseModel](self, model: type[Model]) -> Model:
+        try:
+            length = length_of(await self._answers.readexactly(HEADER_BYTES))
+            if length > MAX_ANSWER_BYTES:
+                raise _Lost
+            return model.model_validate_json(await self._answers.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError, ValidationError):
+            raise _Lost from None
+
+    async def _describe_end(self) -> str:
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "answered what is no answer"
+        number = code - 128 if code > 128 else -code
+        if number > 0:
+            with suppress(ValueError):
+                return f"was killed by {signal.Signals(number).name}"
+        return f"ended with exit code {code}"
+
+
+class _Lost(Exception):
+    """The worker's pipe ended, or what came through it is no answer."""
+
+
+def _checked(outcome: Outcome, group: Sequence[Sample]) -> Outcome:
+    if isinstance(outcome, RewardFailure) or len(outcome) == len(group):
+        return outcome
+    return RewardFailure(kind=FailureKind.INVALID, message=f"{len(outcome)} rewards for {len(group)} responses")

@@ -1,0 +1,172 @@
+"""From the name of a scorer to the function that rewards the responses of a group."""
+
+import asyncio
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_a3po.errors import RewardError
+from megatron_a3po.rollout.rewards.answers import RIGHT, WRONG, grade_by_math, grade_by_text
+from megatron_a3po.rollout.rewards.samples import InvalidReward, Sample, Score, to_score
+
+Scorer = Callable[[Sequence[Sample]], list[Score]]
+_HTTP_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSpec:
+    """A reasoning-gym task, whose entries know how to score an answer."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScorerSpec:
+    """What a worker makes its scorer from."""
+
+    scorer: str
+    """task, math, math_exact, http://... or package.module:function"""
+    task: TaskSpec | None = None
+    format_pattern: str | None = None
+
+
+def make_scorer(spec: ScorerSpec) -> Scorer:
+    """The one place where the name of a scorer is resolved. Raises RewardError."""
+    if spec.scorer == "task":
+        if spec.task is None:
+            raise RewardError(
+                "reward.scorer = 'task': only prompts of `data.task` have a scorer of their own; use math"
+            )
+        return _per_sample(_of_task(spec.task))
+    if spec.scorer == "math":
+        return _per_sample(grade_by_math)
+    if spec.scorer == "math_exact":
+        return _per_sample(grade_by_text)
+    runner = asyncio.Runner()  # one loop for all calls, so that a function may keep its connections
+    if spec.scorer.startswith(("http://", "https://")):
+        return _in_loop(runner, _http_scorer(spec.scorer))
+    return _from_function(load_function(spec.scorer), spec.scorer, runner)
+
+
+def task_scorer(task: TaskSpec) -> Callable[[str, Mapping[str, Any]], float]:
+    """From a response and the task's entry to 1, for what the task's own scorer gives exactly 1.0, or 0.
+
+    The task's scorer gives partial credit, which does not teach, and adds it up in floats, where six sixths make
+    0.9999999999999999 for a wrong answer: so only exactly 1.0, as a Python float, is right.
+    """
+    from reasoning_gym.factory import create_dataset
+
+    dataset = create_dataset(task.name, size=1, seed=0, **task.options)
+
+    return lambda response, entry: float(dataset.score_answer(response, entry=dict(entry)) == 1.0)
+
+
+def _of_task(task: TaskSpec) -> Callable[[Sample], Score]:
+    score_response = task_scorer(task)
+
+    def score(sample: Sample) -> Score:
+        value = score_response(sample.response, sample.row)
+        return Score(value=value, reason=RIGHT if value == 1.0 else WRONG)
+
+    return score
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that `package.module:function` names. Raises RewardError."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise RewardError(
+            f"reward.scorer = {name!r} cannot be imported: {type(error).__name__}: {error}; the module must be in the "
+            "folder where the run is started, on PYTHONPATH, or installed"
+        ) from error
+    if not callable(found):
+        raise RewardError(f"reward.scorer = {name!r} is {type(found).__name__}, not a function")
+    return found
+
+
+def _from_function(function: Callable[..., Any], name: str, runner: asyncio.Runner) -> Scorer:
+    """`def f(sample)` rewards one response, `def f(samples)` a group; either may be `async`."""
+    required = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required not in (["sample"], ["samples"]):
+        raise RewardError(
+            f"reward.scorer = {name!r} takes {required}; a function that rewards one response takes `sample`, and one "
+            "that rewards all responses to a prompt takes `samples`"
+        )
+    is_async = inspect.iscoroutinefunction(function)
+    if required == ["samples"]:
+        return _in_loop(runner, function) if is_async else lambda samples: _group_scores(function(samples), samples)
+    if is_async:
+
+        async def all_at_once(samples: Sequence[Sample]) -> Any:
+            return await asyncio.gather(*(function(sample) for sample in samples))
+
+        return _in_loop(runner, all_at_once)
+    return _per_sample(lambda sample: to_score(function(sample)))
+
+
+def _per_sample(score: Callable[[Sample], Score]) -> Scorer:
+    return lambda samples: [score(sample) for sample in samples]
+
+
+def _in_loop(runner: asyncio.Runner, function: Callable[..., Any]) -> Scorer:
+    return lambda samples: _group_scores(runner.run(function(samples)), samples)
+
+
+def _group_scores(results: Any, samples: Sequence[Sample]) -> list[Score]:
+    try:
+        scores = list(results)
+    except TypeError:
+        raise InvalidReward(f"{results!r:.200} is no list of rewards") from None
+    if len(scores) != len(samples):
+        raise InvalidReward(f"{len(scores)} rewards for {len(samples)} responses")
+    return [to_score(score) for score in scores]
+
+
+def _http_scorer(url: str) -> Callable[[Sequence[Sample]], Any]:
+    """POSTs `{"samples": [...]}`, a group at a time, and takes `{"scores": [number or {"score", "reason"}, ...]}`."""
+    import aiohttp
+
+    async def ask(session: aiohttp.ClientSession, body: str) -> str:
+        async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+            text = await response.text()
+            if response.status >= 500:
+                raise aiohttp.ClientConnectionError(f"status {response.status}: {text[:300]}")
+            if response.status != 200:
+                raise RuntimeError(f"{url} answered {response.status}: {text[:300]}")
+            return text
+
+    async def score(samples: Sequence[Sample]) -> list[Any]:
+        body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str)
+        # No limit in time: the worker's own deadline holds for all attempts together.
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+            for attempt in range(1, _HTTP_ATTEMPTS + 1):
+                try:
+                    return _parse_http(await ask(session, body), url)
+                except aiohttp.ClientError as error:
+                    if attempt == _HTTP_ATTEMPTS:
+                        raise RuntimeError(f"{url}: {error}") from error
+                    await asyncio.sleep(0.5 * attempt)
+        raise AssertionError("unreachable")
+
+    return score
+
+
+def _parse_http(text: str, url: str) -> list[Any]:
+    try:
+        scores = json.loads(text)["scores"]
+        return [(item["score"], item.get("reason", "")) if isinstance(item, dict) else item for item in scores]
+    except (ValueError, KeyError, TypeError):
+        raise InvalidReward(f'{url} answered {text[:200]!r} instead of {{"scores": [...]}}') from None

@@ -1,0 +1,122 @@
+"""Reward functions of users, good and bad ones; workers import them by name."""
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_a3po.rollout.rewards.samples import Sample
+
+NO_FUNCTION = 3
+
+
+def length(sample: Sample) -> float:
+    return float(len(sample.response))
+
+
+def with_reason(sample: Sample) -> tuple[float, str]:
+    return (1.0, "even") if len(sample.response) % 2 == 0 else (0.0, "odd")
+
+
+async def slow_length(sample: Sample) -> int:
+    await asyncio.sleep(0.01)
+    return len(sample.response)
+
+
+def rank_in_group(samples: Sequence[Sample]) -> list[float]:
+    return [float(sorted(len(other.response) for other in samples).index(len(s.response))) for s in samples]
+
+
+async def slow_rank_in_group(samples: Sequence[Sample]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return rank_in_group(samples)
+
+
+def everything(sample: Sample) -> float:
+    """Sees the whole sample."""
+    known = (sample.prompt_id, sample.prompt, sample.answer, sample.row, sample.num_tokens, sample.truncated)
+    return float(known == ("p/1", "What?", "42", {"level": 5}, 7, True))
+
+
+def environment(sample: Sample) -> float:
+    """Prints, reads the standard input, and sees no GPU."""
+    print("hello from a reward function")
+    return float(os.read(0, 10) == b"" and os.environ["CUDA_VISIBLE_DEVICES"] == "")
+
+
+def process(sample: Sample) -> int:
+    """Which process it is."""
+    return os.getpid()
+
+
+def bad(sample: Sample) -> Any:
+    """Does what the response says."""
+    action, _, argument = sample.response.partition(" ")
+    return globals()[f"_{action}"](argument)
+
+
+def _fine(argument: str) -> float:
+    return 1.0
+
+
+def _hang(argument: str) -> None:
+    while True:
+        pass
+
+
+def _sleep(argument: str) -> None:
+    time.sleep(600)
+
+
+def _raise(argument: str) -> None:
+    raise ZeroDivisionError("in the user's code")
+
+
+def _leave(argument: str) -> None:
+    raise SystemExit(0)
+
+
+def _die(argument: str) -> None:
+    os.kill(os.getpid(), int(argument))
+
+
+def _eat(argument: str) -> None:
+    blocks = []
+    while True:
+        blocks.append(bytearray(64 * 1024 * 1024))
+
+
+def _return(argument: str) -> Any:
+    values: dict[str, Any] = {"nan": float("nan"), "text": "1.0", "none": None, "list": [1.0, 2.0]}
+    return values[argument]
+
+
+def _badreason(argument: str) -> Any:
+    return 1.0, "Not A Reason"
+
+
+def _fork(argument: str) -> float:
+    """The child comes back into the worker, as if it were the worker."""
+    os.fork()
+    return 1.0
+
+
+def _daemons(argument: str) -> None:
+    """Leave processes behind in every way, note who they are, and hang."""
+    pids = Path(argument)
+    program = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)"
+    subprocess.Popen(["python3", "-c", program])
+    subprocess.Popen(["python3", "-c", program], start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with pids.open("a") as file:
+                file.write(f"{os.getpid()} ")
+            time.sleep(600)
+        os._exit(0)
+    while len(pids.read_text().split() if pids.exists() else []) < 3:
+        time.sleep(0.01)
+    time.sleep(600)

@@ -1,0 +1,287 @@
+"""Reward functions in their own processes: what they return arrives, and misbehaviour costs no more than its group."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from megatron_a3po.errors import RewardError
+from megatron_a3po.rollout.rewards import pool as pool_module
+from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
+from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample
+from megatron_a3po.rollout.rewards.scorers import ScorerSpec
+
+FUNCTIONS = "tests.unit.reward_functions"
+LONG_SECONDS = 60.0
+"""A deadline that no test means to reach."""
+
+
+def sample(response: str, **changes: Any) -> Sample:
+    values: dict[str, Any] = {"prompt_id": "p/1", "prompt": "What?", "answer": "42", "row": {}, "num_tokens": 7}
+    return Sample(response=response, **(values | {"truncated": False} | changes))
+
+
+def group(*responses: str) -> list[Sample]:
+    return [sample(response) for response in responses]
+
+
+@pytest_asyncio.fixture
+async def open_pool(tmp_path: Path) -> AsyncIterator[Callable[..., RewardPool]]:
+    pools: list[RewardPool] = []
+
+    def open_pool(scorer: str, *, timeout_seconds: float = LONG_SECONDS, **changes: Any) -> RewardPool:
+        name = f"{FUNCTIONS}:{scorer}" if scorer.isidentifier() and scorer != "task" else scorer
+        spec = ScorerSpec(scorer=name, **changes.pop("spec", {}))
+        settings = {"max_workers": 1, "memory_bytes": 1 << 30, "log_file": tmp_path / "rewards.log"} | changes
+        pools.append(RewardPool(PoolSettings(spec=spec, timeout_seconds=timeout_seconds, **settings)))
+        pools[-1].start()
+        return pools[-1]
+
+    yield open_pool
+    await asyncio.gather(*(pool.close() for pool in pools))
+
+
+async def values(pool: RewardPool, *responses: str) -> list[float]:
+    (outcome,) = await pool.score([group(*responses)])
+    assert not isinstance(outcome, RewardFailure), outcome
+    return [score.value for score in outcome]
+
+
+async def failure(pool: RewardPool, response: str) -> RewardFailure:
+    (outcome,) = await pool.score([group(response)])
+    assert isinstance(outcome, RewardFailure)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("length", [3.0, 1.0, 2.0]),
+        ("slow_length", [3.0, 1.0, 2.0]),
+        ("rank_in_group", [2.0, 0.0, 1.0]),
+        ("slow_rank_in_group", [2.0, 0.0, 1.0]),
+        ("with_reason", [0.0, 0.0, 1.0]),
+    ],
+)
+async def test_a_function_may_be_async_or_not_and_take_one_response_or_all_of_a_group(
+    open_pool: Callable[..., RewardPool], function: str, expected: list[float]
+) -> None:
+    assert await values(open_pool(function), "aaa", "a", "aa") == expected
+
+
+async def test_the_reason_that_a_function_gives_comes_with_its_reward(open_pool: Callable[..., RewardPool]) -> None:
+    (outcome,) = await open_pool("with_reason").score([group("a", "aa")])
+
+    assert [score.reason for score in outcome] == ["odd", "even"]
+
+
+async def test_a_function_sees_the_prompt_the_answer_the_row_and_how_the_response_ended(
+    open_pool: Callable[..., RewardPool],
+) -> None:
+    (outcome,) = await open_pool("everything").score([[sample("x", row={"level": 5}, truncated=True)]])
+
+    assert [score.value for score in outcome] == [1.0]
+
+
+async def test_what_a_function_prints_goes_to_the_log_and_it_sees_no_gpu(
+    open_pool: Callable[..., RewardPool], tmp_path: Path
+) -> None:
+    pool = open_pool("environment")
+    assert await values(pool, "x") == [1.0]
+    await pool.close()
+
+    assert "hello from a reward function" in (tmp_path / "rewards.log").read_text()
+
+
+async def test_the_format_is_matched_anywhere_in_the_response_over_lines(
+    open_pool: Callable[..., RewardPool],
+) -> None:
+    pool = open_pool("length", spec={"format_pattern": r"<think>.*</think>"})
+    (outcome,) = await pool.score([group("so <think>\nwell\n</think>\n3", "<think> 3")])
+
+    assert [score.has_format for score in outcome] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "message"),
+    [
+        ("raise", FailureKind.ERROR, "ZeroDivisionError: in the user's code"),
+        ("leave", FailureKind.ERROR, "SystemExit: 0"),
+        (f"die {int(signal.SIGSEGV)}", FailureKind.DIED, "was killed by SIGSEGV"),
+        (f"die {int(signal.SIGKILL)}", FailureKind.DIED, "was killed by SIGKILL"),
+        ("eat", FailureKind.MEMORY, "MemoryError"),
+        ("return nan", FailureKind.INVALID, "nan is no reward; return a finite number"),
+        ("return text", FailureKind.INVALID, "'1.0' is no reward"),
+        ("return none", FailureKind.INVALID, "None is no reward"),
+        ("return list", FailureKind.INVALID, "[1.0, 2.0] is no reward"),
+        ("badreason", FailureKind.INVALID, "'Not A Reason' is no reason"),
+    ],
+)
+async def test_a_function_that_fails_costs_its_group_and_no_other(
+    open_pool: Callable[..., RewardPool], response: str, kind: FailureKind, message: str
+) -> None:
+    pool = open_pool("bad")
+    first, failed, last = await pool.score([group("fine"), group("fine", response, "fine"), group("fine", "fine")])
+
+    assert isinstance(failed, RewardFailure) and failed.kind is kind and message in failed.message
+    assert [len(outcome) for outcome in (first, last)] == [1, 2]
+    assert await values(pool, "fine") == [1.0]
+
+
+@pytest.mark.parametrize("response", ["hang", "sleep"])
+async def test_a_function_that_hangs_is_killed_at_the_deadline_and_replaced(
+    open_pool: Callable[..., RewardPool], response: str
+) -> None:
+    pool = open_pool("bad", timeout_seconds=1.0)
+    await pool.ready()
+
+    failed = await failure(pool, response)
+
+    assert failed.kind is FailureKind.TIMEOUT and "reward.timeout_seconds = 1 s" in failed.message
+    assert await values(pool, "fine") == [1.0]
+
+
+async def test_a_child_that_comes_back_into_the_worker_answers_nothing(open_pool: Callable[..., RewardPool]) -> None:
+    pool = open_pool("bad")
+
+    for _ in range(3):
+        assert await values(pool, "fork", "fine") == [1.0, 1.0]
+
+
+async def test_whatever_a_killed_function_has_started_is_killed_with_it(
+    open_pool: Callable[..., RewardPool], tmp_path: Path
+) -> None:
+    pool = open_pool("bad", timeout_seconds=30.0)
+    await pool.ready()
+    scoring = asyncio.create_task(failure(pool, f"daemons {tmp_path / 'pids'}"))
+    while len(pids := (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []) < 3:
+        await asyncio.sleep(0.01)
+    assert all(is_alive(int(pid)) for pid in pids)
+
+    scoring.cancel()
+    await asyncio.gather(scoring, return_exceptions=True)
+    await pool.close()
+
+    assert not any(is_alive(int(pid)) for pid in pids)
+
+
+async def test_whatever_a_function_has_started_is_killed_when_its_worker_dies(
+    open_pool: Callable[..., RewardPool], tmp_path: Path
+) -> None:
+    pool = open_pool("bad")
+    scoring = asyncio.create_task(failure(pool, f"daemons {tmp_path / 'pids'}"))
+    while len(pids := (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []) < 3:
+        await asyncio.sleep(0.01)
+    (keeper,) = workers()
+    scorer = min(keeper.children(), key=lambda child: child.create_time())
+
+    scorer.kill()
+
+    assert (await scoring).kind is FailureKind.DIED
+    assert not any(is_alive(int(pid)) for pid in pids)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_the_event_loop_runs_on_while_a_function_hangs(open_pool: Callable[..., RewardPool]) -> None:
+    pool = open_pool("bad", timeout_seconds=1.0)
+    await pool.ready()
+    scoring = asyncio.create_task(failure(pool, "hang"))
+    turns = 0
+    while not scoring.done():
+        turns += 1
+        await asyncio.sleep(0.01)
+
+    assert turns > 10
+
+
+async def test_more_workers_start_while_requests_wait_and_no_more_than_allowed(
+    open_pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "_GROW_SECONDS", 0.1)
+    pool = open_pool("bad", max_workers=2)
+    hanging = [asyncio.create_task(failure(pool, "sleep")) for _ in range(3)]
+    while len(workers()) < 2:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)  # after which a third would have started
+
+    assert len(workers()) == 2
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+
+
+def workers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        ("tests.unit.no_such_module:f", "cannot be imported: ModuleNotFoundError"),
+        (f"{FUNCTIONS}:no_such_function", "cannot be imported: AttributeError"),
+        (f"{FUNCTIONS}:NO_FUNCTION", "is int, not a function"),
+        ("os.path:join", "takes .'a'.; a function that rewards one response takes `sample`"),
+        ("task", "only prompts of `data.task` have a scorer of their own"),
+    ],
+)
+async def test_a_scorer_that_cannot_be_used_is_an_error_before_anything_is_scored(
+    open_pool: Callable[..., RewardPool], scorer: str, message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        await open_pool(scorer).ready()
+
+
+async def test_no_worker_is_left_when_the_pool_is_closed(open_pool: Callable[..., RewardPool]) -> None:
+    pool = open_pool("process")
+    (scorer,) = await values(pool, "x")
+
+    await pool.close()
+
+    assert not is_alive(int(scorer)) and workers() == []
+
+
+async def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio, os, sys\n"
+        "from tests.unit.test_reward_pool import FUNCTIONS, PoolSettings, RewardPool, ScorerSpec, Path, group\n"
+        "async def main():\n"
+        "    spec = ScorerSpec(scorer=FUNCTIONS + ':process')\n"
+        "    log = Path(sys.argv[1])\n"
+        "    settings = {'timeout_seconds': 60, 'max_workers': 1, 'memory_bytes': None}\n"
+        "    pool = RewardPool(PoolSettings(spec=spec, log_file=log, **settings))\n"
+        "    pool.start()\n"
+        "    print(int((await pool.score([group('x')]))[0][0].value), flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    run = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(program), str(tmp_path / "log")),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert run.stdout is not None
+    scorer = int(await run.stdout.readline())
+    assert is_alive(scorer)
+
+    run.kill()
+    await run.wait()
+
+    deadline = time.monotonic() + 20.0
+    while is_alive(scorer):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
