@@ -99,6 +99,8 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         )
         return INTERRUPTED_EXIT_CODE
     except BaseException as error:
+        if preemption.requested_by and _is_lost_connection(error):  # rank 0 has ended at once, and said so
+            end_process(INTERRUPTED_EXIT_CODE)
         # torchrun ends all ranks as soon as one has ended. Most often rank 0 knows best what went wrong; but a broken
         # connection is the echo of another rank's end, and that one must have spoken.
         if rank > 0 or _is_lost_connection(error):

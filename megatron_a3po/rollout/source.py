@@ -111,7 +111,7 @@ class RolloutSource:
         is_complete = False
         while not is_complete and not self.stopped_by:
             waits = self._rank0 is not None and not self._rank0.is_batch_complete(_LOOK_SECONDS)
-            seen = torch.tensor([waits, self._preemption.requested_by])
+            seen = torch.tensor([waits, self._preemption.look()])
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._waiting)
             is_complete, self.stopped_by = not seen[0], int(seen[1])
 

@@ -42,8 +42,15 @@ class Preemption:
     def __init__(self) -> None:
         self.requested_by = 0
         """Number of the signal that asks to stop after the step; 0: none."""
+        self._is_looked_at = False
         self._interrupted_by: int | None = None
         self._over = False
+
+    def look(self) -> int:
+        """`requested_by`. Before the first look nobody would heed it, and there is nothing to save: the rank ends at
+        once."""
+        self._is_looked_at = True
+        return self.requested_by
 
     def watch(self, *, grace_seconds: float | None, raise_interrupted: bool) -> None:
         """To be called in the main thread. `grace_seconds`: how long finishing and saving may take; None: no time.
@@ -94,7 +101,7 @@ class Preemption:
         return None
 
     def _ends_now(self, number: int, terminated_at: float | None) -> bool:
-        if number == signal.SIGINT or self._grace_seconds is None:
+        if number == signal.SIGINT or self._grace_seconds is None or not self._is_looked_at:
             return True
         if number == signal.SIGTERM and terminated_at is not None:
             return time.monotonic() - terminated_at > _REPEATED_SECONDS

@@ -33,9 +33,11 @@ def block_in_c():
 def say(word):
     print(word, flush=True)
 
-def watch(grace_seconds=60.0, raise_interrupted=True):
+def watch(grace_seconds=60.0, raise_interrupted=True, is_training=True):
     preemption = signals.Preemption()
     preemption.watch(grace_seconds=grace_seconds, raise_interrupted=raise_interrupted)
+    if is_training:
+        preemption.look()
     say("watching")
     return preemption
 
@@ -103,8 +105,9 @@ def test_a_run_without_a_step_says_so(start: Start) -> None:
         (signal.SIGINT, WAIT),
         (signal.SIGTERM, "watch(grace_seconds=None); time.sleep(60)"),
         (signal.SIGTERM, "watch(grace_seconds=0.2); time.sleep(60)"),
+        (signal.SIGTERM, "watch(is_training=False); time.sleep(60)"),
     ],
-    ids=["Ctrl-C", "nothing to save", "grace is over"],
+    ids=["Ctrl-C", "nothing to save", "grace is over", "not training yet"],
 )
 def test_a_rank_ends_at_once_and_cleans_up(start: Start, number: signal.Signals, body: str) -> None:
     process = start(body)
