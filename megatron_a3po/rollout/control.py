@@ -29,6 +29,13 @@ class ServerControl:
         return [client.url for client in self.pool.clients]
 
     @property
+    def served(self) -> list[tuple[str, str, str | None]]:
+        """URL, folder of the model and quantisation of every server, as it says itself."""
+        return [
+            (url, server.model_path, server.quantization) for url, server in zip(self.urls, self.servers, strict=True)
+        ]
+
+    @property
     def group_world_size(self) -> int:
         """The trainer's sender and every rank of every server."""
         return 1 + sum(server.tp_size for server in self.servers)

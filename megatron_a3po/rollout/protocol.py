@@ -40,6 +40,9 @@ class GenerateResponse(_Answer):
 
 
 class ServerInfo(_Answer):
+    model_path: str = ""
+    quantization: str | None = None
+    """as asked for on the command line; None: as the model's folder says"""
     tp_size: int = 1
     enable_priority_scheduling: bool = False
 

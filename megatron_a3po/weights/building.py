@@ -18,6 +18,7 @@ from megatron_a3po.weights.disk import DiskTransport
 from megatron_a3po.weights.hf_folder import HfFolder
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.served import fp8_rule, served_quantization
 from megatron_a3po.weights.transport import UpdateGroups
 
 _PACKED = re.compile(r"_(blocks|scales)$")
@@ -41,13 +42,16 @@ def build_publisher(
     if receivers is not None and not has_megatron_weights(config.model):
         folder = HfFolder.open(config.model)
         names = published_names(folder.names(), folder.config)
+    quantization = served_quantization(receivers.served) if receivers is not None else None
+    names, quantization = broadcast_json([names, quantization], control)
     collector = WeightCollector(
         chunks,
         groups,
         config.model,
         control,
         bucket_bytes=config.publish.bucket_bytes,
-        expected_names=broadcast_json(names, control),
+        expected_names=names,
+        is_fp8=fp8_rule(quantization),
         timer=timer,
     )
     publish = config.publish
@@ -56,6 +60,7 @@ def build_publisher(
         receivers,
         publish.folder or config.run_dir / "published",
         config.model,
+        quantization_config=quantization,
         pause_first=publish.transport != "disk",
         timeout_seconds=publish.timeout_seconds,
     )

@@ -3,6 +3,8 @@
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from megatron_a3po.weights.served import Served
+
 
 class WeightReceivers(Protocol):
     """`rollout.control.ServerControl` is the real one.
@@ -12,6 +14,8 @@ class WeightReceivers(Protocol):
 
     @property
     def urls(self) -> list[str]: ...
+    @property
+    def served(self) -> list[Served]: ...
     @property
     def group_world_size(self) -> int: ...
     def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> Future[Any]: ...

@@ -1,0 +1,114 @@
+"""In which precision weights are published, by what the servers say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.weights.quantize import quantization_config
+from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.weights.served import fp8_rule, served_quantization
+
+URLS = ("http://a:1", "http://b:2")
+
+
+def folder_of(path: Path, config: dict[str, Any] | None) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"quantization_config": config} if config else {}))
+    return str(path)
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name=name, dtype=torch.bfloat16, shape=shape or (8, 8))
+
+
+def test_servers_of_an_unquantised_folder_get_what_the_trainer_has(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "bf16", None)
+
+    config = served_quantization([(url, path, None) for url in URLS])
+
+    assert config is None
+    assert not fp8_rule(config)(spec("model.layers.0.mlp.up_proj.weight"))
+
+
+def test_servers_of_a_blockwise_fp8_folder_get_fp8_for_the_layers_linear_weights(tmp_path: Path) -> None:
+    stored = quantization_config(["lm_head", "model.layers.1.mlp.gate"])
+    path = folder_of(tmp_path / "fp8", stored)
+
+    config = served_quantization(
+        [(url, path, quantization) for url, quantization in zip(URLS, (None, "fp8"), strict=True)]
+    )
+
+    assert config == stored
+    rule = fp8_rule(config)
+    names = {
+        "model.layers.0.self_attn.q_proj.weight": True,
+        "model.layers.1.mlp.gate_proj.weight": True,  # mlp.gate is another module
+        "model.layers.1.mlp.experts.7.down_proj.weight": True,
+        "model.layers.1.mlp.gate.weight": False,
+        "model.layers.0.input_layernorm.weight": False,
+        "model.embed_tokens.weight": False,
+        "lm_head.weight": False,
+    }
+    assert {name: rule(spec(name)) for name in names} == names
+    assert not rule(spec("model.layers.0.self_attn.q_proj.bias", 8))
+
+
+@pytest.mark.parametrize(
+    "entry", ["model.layers.0", "layers.0.self_attn", "self_attn", "model.layers.0.self_attn.o_proj"]
+)
+def test_modules_that_the_server_keeps_are_published_as_they_are(entry: str) -> None:
+    rule = fp8_rule(quantization_config([entry]))
+
+    assert not rule(spec("model.layers.0.self_attn.o_proj.weight"))
+    assert rule(spec("model.layers.10.mlp.down_proj.weight"))
+
+
+def test_one_expert_that_is_kept_keeps_its_layers_experts() -> None:
+    rule = fp8_rule(quantization_config(["model.layers.3.mlp.experts.0.up_proj"]))
+
+    assert not rule(spec("model.layers.3.mlp.experts.5.down_proj.weight"))
+    assert rule(spec("model.layers.30.mlp.experts.5.down_proj.weight"))
+
+
+def test_a_fused_module_of_two_precisions_is_an_error() -> None:
+    rule = fp8_rule(quantization_config(["model.layers.0.self_attn.q_proj"]))
+
+    with pytest.raises(PublishError, match=r"q_proj, k_proj, v_proj in model\.layers\.0\.self_attn"):
+        rule(spec("model.layers.0.self_attn.k_proj.weight"))
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "words"),
+    [
+        (None, "fp8", "quantises by itself"),
+        ({"quant_method": "awq"}, None, "awq"),
+        ({"quant_method": "fp8"}, None, "only FP8"),
+        (quantization_config() | {"scale_fmt": "ue8m0"}, None, "ue8m0"),
+        (quantization_config() | {"weight_block_size": [64, 64]}, None, "64"),
+    ],
+)
+def test_what_cannot_be_published_is_an_error_that_names_the_server(
+    tmp_path: Path, config: dict[str, Any] | None, quantization: str | None, words: str
+) -> None:
+    path = folder_of(tmp_path / "served", config)
+
+    with pytest.raises(PublishError, match=rf"{URLS[0]}.*{words}"):
+        served_quantization([(URLS[0], path, quantization)])
+
+
+def test_servers_of_different_precisions_are_an_error_that_names_both(tmp_path: Path) -> None:
+    paths = [folder_of(tmp_path / "bf16", None), folder_of(tmp_path / "fp8", quantization_config())]
+
+    with pytest.raises(PublishError, match=rf"{URLS[1]} and {URLS[0]}"):
+        served_quantization([(url, path, None) for url, path in zip(URLS, paths, strict=True)])
+
+
+def test_a_folder_that_is_not_seen_here_is_taken_as_unquantised_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert served_quantization([(URLS[0], "/nowhere/model", None)]) is None
+    assert f"{URLS[0]}: the folder of its model cannot be read here" in caplog.text
