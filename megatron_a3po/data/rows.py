@@ -72,7 +72,7 @@ def make_schema(columns: str | Mapping[str, str]) -> Schema:
 
 
 def to_question(row: Mapping[str, Any], schema: Schema, *, source: str, number: int) -> Question:
-    """`number`: of the row in its source, which names it where the schema has no id. Raises RowProblem."""
+    """`number`: of the row in its dataset, which names it where the schema has no id. Raises RowProblem."""
     values = {name: _value(row, path) for name, path in schema.columns.items()}
     prompt = _checked_prompt(values.pop(PROMPT))
     answer = None

@@ -54,8 +54,8 @@ def scan(path: Path, split: str | None, settings: ScanSettings, store: QuestionS
     found = _Found()
     num_rows = num_too_long = 0
     for rows in batched(_rows_with_progress(path, split), _BATCH):
+        good = list(_questions(rows, num_rows, path.stem, settings.schema, quarantine))
         num_rows += len(rows)
-        good = list(_questions(rows, path.stem, settings.schema, quarantine))
         for (row, question), token_ids in zip(good, _encode(good, settings, quarantine), strict=True):
             if token_ids is None:
                 continue
@@ -137,13 +137,13 @@ def _first_of_each(values: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def _questions(
-    rows: tuple[SourceRow, ...], source: str, schema: Schema, quarantine: Quarantine
+    rows: tuple[SourceRow, ...], num_before: int, source: str, schema: Schema, quarantine: Quarantine
 ) -> Iterator[tuple[SourceRow, Question]]:
-    for row in rows:
+    for number, row in enumerate(rows, num_before + 1):  # over all files of the dataset
         try:
             if isinstance(row.content, RowProblem):
                 raise row.content
-            yield row, to_question(row.content, schema, source=source, number=row.number)
+            yield row, to_question(row.content, schema, source=source, number=number)
         except RowProblem as problem:
             _reject(quarantine, problem, row)
 

@@ -10,9 +10,14 @@ from megatron_a3po.rollout.rewards.samples import Sample, Score
 RIGHT, WRONG, NO_ANSWER, TOO_LONG, UNDECIDED = "right", "wrong", "no_answer", "too_long", "undecided"
 _MAX_ANSWER_CHARACTERS = 500
 """Longer ones do not answer a question, but try to match whatever it may be."""
+_MAX_STRIPPED_CHARACTERS = 10_000
+"""What is longer is no answer whatever stands around it."""
 _DECIDE_SECONDS = 5
 _END_OF_THOUGHT = "</think>"
-_ANSWER_WORD = re.compile(r"(?:\banswer\b\**(?:\s+is)?\s*[:=]?|####)\**[^\S\n]*(?=(\S[^\n]*))", re.IGNORECASE)
+# Bounded numbers of spaces, so that the time is in proportion to the text's length.
+_ANSWER_WORD = re.compile(
+    r"(?:\banswer\b\*{0,2}(?:[^\S\n]{1,4}is\b)?[^\S\n]{0,4}[:=]?|####)\*{0,2}[^\S\n]{0,4}(?=\S)", re.IGNORECASE
+)
 _END_OF_SENTENCE = re.compile(r"[.;!]\s")
 _MAX_BOXES = 5
 """Of a response with thousands of boxes that nobody closed, so many are looked at, from the end."""
@@ -46,9 +51,10 @@ def find_answer(response: str) -> str | None:
     for match in list(_BOX.finditer(response))[: -_MAX_BOXES - 1 : -1]:
         if (content := _up_to_brace(response, match.end())) is not None:
             return _strip(content) or None
-    after_word = list(_ANSWER_WORD.finditer(response))
-    if after_word:
-        return _strip(_END_OF_SENTENCE.split(after_word[-1][1], maxsplit=1)[0]) or None
+    words = list(_ANSWER_WORD.finditer(response))
+    if words:
+        line = response[words[-1].end() :].split("\n", maxsplit=1)[0]
+        return _strip(_END_OF_SENTENCE.split(line, maxsplit=1)[0]) or None
     lines = response.strip().splitlines()
     return (_strip(lines[0]) or None) if len(lines) == 1 else None
 
@@ -117,7 +123,7 @@ def _up_to_brace(text: str, start: int) -> str | None:
 
 def _strip(answer: str) -> str:
     before = None
-    while answer != before:
+    while answer != before and len(answer) <= _MAX_STRIPPED_CHARACTERS:
         before = answer
         answer = answer.strip().removesuffix(".").strip()
         for opening, closing in _MATH_DELIMITERS:

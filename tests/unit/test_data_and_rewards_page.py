@@ -1,0 +1,72 @@
+"""What docs/data_and_rewards.md says is so."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_a3po.config import DataConfig, RewardConfig
+from megatron_a3po.data.rows import SCHEMAS, BadRow
+from megatron_a3po.rollout.rewards import answers
+from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
+from megatron_a3po.rollout.rewards.samples import FailureKind, Sample
+from megatron_a3po.rollout.rewards.scorers import ScorerSpec
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
+
+
+PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_settings_are_valid() -> None:
+    (text,) = blocks("yaml")
+    data = DataConfig(**yaml.safe_load(text)["data"])
+    assert data.columns == {"prompt": "problem", "answer": "solution", "id": "meta.uid", "level": "meta.level"}
+
+
+def test_the_dataset_snippet_runs() -> None:
+    exec(blocks("python")[0], {})
+
+
+def test_the_reward_functions_run_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(blocks("python")[1], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    values: dict[str, Any] = {"prompt_id": "p", "prompt": "6 * 7?", "answer": 42, "row": {}}
+    group = [
+        Sample(response="It is 42", num_tokens=3, truncated=False, **values),
+        Sample(response="It is 41", num_tokens=4, truncated=False, **values),
+        Sample(response="Well, let me see: 42", num_tokens=9, truncated=True, **values),
+    ]
+
+    async def score(name: str) -> list[tuple[float, str]]:
+        spec = ScorerSpec(scorer=f"my_rewards:{name}")
+        limits: dict[str, Any] = {"max_workers": 1, "timeout_seconds": 60.0, "memory_bytes": None}
+        pool = RewardPool(PoolSettings(spec=spec, log_file=tmp_path / "log", **limits))
+        pool.start()
+        try:
+            (outcome,) = await pool.score([group])
+        finally:
+            await pool.close()
+        assert isinstance(outcome, list), outcome
+        return [(item.value, item.reason) for item in outcome]
+
+    assert asyncio.run(score("has_answer")) == [(1.0, "right"), (0.0, "wrong"), (0.0, "truncated")]
+    assert asyncio.run(score("shortest")) == [(1.0, ""), (0.0, ""), (0.0, "")]
+
+
+def test_every_schema_reason_and_key_that_it_names_is_there_and_none_is_missing() -> None:
+    names = set(re.findall(r"`([a-z_0-9/.]+)`", PROSE))
+    assert {f"{name}" for name in SCHEMAS} <= names
+    assert {str(reason) for reason in BadRow} <= names
+    assert {answers.RIGHT, answers.WRONG, answers.NO_ANSWER, answers.TOO_LONG, answers.UNDECIDED} <= names
+    assert {str(kind) for kind in FailureKind} <= {name.removeprefix("dropped/") for name in names}
+    keys = set(DataConfig.model_fields) | set(RewardConfig.model_fields)
+    code = [*re.findall(r"`([^`]+)`", PROSE), *blocks("yaml")]
+    assert keys - {word for text in code for word in re.findall(r"\w+", text)} == set()

@@ -1,0 +1,367 @@
+"""Datasets on the disk: every format gives the same prompts, bad rows go to quarantine, and nothing leaks or moves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_a3po.data.dataset import DatasetFiles, load_dataset
+from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.data.questions import PromptEncoder
+from megatron_a3po.errors import DataError
+
+ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(20)]
+COLUMNS = {"prompt": "prompt", "answer": "answer", "level": "level"}
+
+
+class ByteTokenizer:
+    """Token ids are the bytes of the text, so a test can read the prompt back."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [*([0] if add_special_tokens else []), *text.encode()]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> Path:
+    """Each row as JSON, or as the bytes that it is."""
+    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., PromptSet]:
+    def load(path: Path, held_out: DatasetFiles | None = None, **changes: Any) -> PromptSet:
+        files = DatasetFiles(path=path, split=changes.pop("split", None), columns=changes.pop("columns", COLUMNS))
+        run_dir = changes.pop("run_dir", tmp_path / "run")
+        run_dir.mkdir(exist_ok=True)
+        settings: dict[str, Any] = {"num_held_out": 4, "seed": 7, "order_seed": 0, "max_prompt_tokens": 100}
+        settings |= {"vocab_size": 256, "max_bad_share": 0.0, "encoder": PromptEncoder(ByteTokenizer())}
+        return load_dataset(files, held_out, run_dir=run_dir, **(settings | changes))
+
+    return load
+
+
+def stream(prompts: PromptSet, count: int | None = None) -> list[str]:
+    return [bytes(prompts.training_prompt(i).token_ids).decode() for i in range(count or len(prompts))]
+
+
+def quarantine(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "quarantine.jsonl").read_text().splitlines()]
+
+
+def saved(path: Path, rows: list[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def saved_with_splits(path: Path, rows: list[dict[str, Any]]) -> Path:
+    other = datasets.Dataset.from_list([{"prompt": "other", "answer": "1", "level": 0}])
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows), "test": other}).save_to_disk(str(path))
+    return path
+
+
+def parquet_shards(path: Path, rows: list[dict[str, Any]]) -> Path:
+    (path / "data").mkdir(parents=True)
+    for index, part in enumerate((rows[:8], rows[8:])):
+        write_parquet(path / "data" / f"train-0000{index}-of-00002.parquet", part)
+    write_parquet(path / "data" / "test-00000-of-00001.parquet", [{"prompt": "other", "answer": "1", "level": 0}])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "split"),
+    [
+        (write_parquet, "data.parquet", None),
+        (saved, "data", None),
+        (saved_with_splits, "data", "train"),
+        (parquet_shards, "data", "train"),
+    ],
+)
+def test_every_format_gives_the_same_prompts_in_the_same_order(
+    load: Callable[..., PromptSet], tmp_path: Path, write: Callable[..., Path], name: str, split: str | None
+) -> None:
+    expected = load(write_jsonl(tmp_path / "data.jsonl", ROWS))
+
+    given = load(write(tmp_path / name, ROWS), split=split, run_dir=tmp_path / "other")
+
+    assert stream(given) == stream(expected)
+    assert given.held_out[0].row == expected.held_out[0].row
+    assert [prompt.token_ids for prompt in given.held_out] == [prompt.token_ids for prompt in expected.held_out]
+
+
+def test_a_prompt_has_its_answer_and_the_other_columns_that_were_named(
+    load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    prompts = load(write_jsonl(tmp_path / "sums.jsonl", ROWS))
+
+    prompt = prompts.training_prompt(0)
+    number = int(prompt.prompt_id.split("/")[1]) - 1
+    assert prompt.prompt_id == f"sums/{number + 1}"
+    assert (prompt.question, prompt.answer, prompt.row) == (
+        f"What is {number} + {number}?",
+        str(2 * number),
+        {"level": number % 3},
+    )
+
+
+def test_the_held_out_prompts_are_drawn_by_seed_and_never_trained_on(
+    load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    first, again = load(path), load(path)
+    other = load(path, seed=8, run_dir=tmp_path / "other")
+
+    held_out = [prompt.question for prompt in first.held_out]
+    assert len(held_out) == 4 and set(held_out) | set(stream(first)) == {row["prompt"] for row in ROWS}
+    assert set(held_out).isdisjoint(stream(first, 3 * len(first)))
+    assert stream(again, 40) == stream(first, 40)
+    assert [prompt.question for prompt in other.held_out] != held_out
+
+
+def test_held_out_prompts_of_another_dataset_are_left_out_of_training(
+    load: Callable[..., PromptSet], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    problems = [{"problem": "What is 3 + 3?", "solution": 6}, {"problem": "What is 1 + 2?", "solution": 3}]
+    other = write_parquet(tmp_path / "test.parquet", problems)
+    files = DatasetFiles(path=other, columns={"prompt": "problem", "answer": "solution"})
+
+    prompts = load(path, files)
+
+    assert [(prompt.question, prompt.answer) for prompt in prompts.held_out] == [
+        ("What is 3 + 3?", 6),
+        ("What is 1 + 2?", 3),
+    ]
+    assert sorted(stream(prompts)) == sorted(row["prompt"] for row in ROWS if row["prompt"] != "What is 3 + 3?")
+
+
+def test_repeated_rows_are_counted_and_asked_once(
+    load: Callable[..., PromptSet], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "megatron_a3po")
+    prompts = load(write_jsonl(tmp_path / "data.jsonl", ROWS * 10))
+
+    assert len(prompts) + len(prompts.held_out) == 20
+    assert "200 rows, 20 prompts; left out: 180 repeats" in caplog.text
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
+
+
+def test_long_prompts_are_counted_and_left_out(
+    load: Callable[..., PromptSet], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "megatron_a3po")
+    rows = [*ROWS, {"prompt": "x" * 100, "answer": "1", "level": 0}, {"prompt": "y" * 101, "answer": "1", "level": 0}]
+
+    prompts = load(write_jsonl(tmp_path / "data.jsonl", rows))
+
+    assert "x" * 100 in {*stream(prompts), *(prompt.question for prompt in prompts.held_out)}
+    assert "22 rows, 21 prompts; left out: 0 repeats, 1 of over 100 tokens" in caplog.text
+
+
+BAD = [
+    (b'{"prompt": "half', "broken_json"),
+    (b"NULL", "broken_json"),
+    (b"[" * 100_000, "broken_json"),
+    (b'{"prompt": "\xff\xfe", "answer": "1", "level": 0}', "invalid_utf8"),
+    (b'{"prompt": "\\ud800", "answer": "1", "level": 0}', "invalid_utf8"),
+    (b"", "empty"),
+    (b"[1, 2]", "wrong_type"),
+    (b'"text"', "wrong_type"),
+    ({"prompt": 3, "answer": "1", "level": 0}, "wrong_type"),
+    ({"prompt": {"text": "x"}, "answer": "1", "level": 0}, "wrong_type"),
+    ({"prompt": [{"role": "user"}], "answer": "1", "level": 0}, "wrong_type"),
+    ({"prompt": [1, "2"], "answer": "1", "level": 0}, "wrong_type"),
+    ({"prompt": "x", "level": 0}, "missing_column"),
+    ({"question": "x", "answer": "1", "level": 0}, "missing_column"),
+    ({"prompt": "", "answer": "1", "level": 0}, "empty"),
+    ({"prompt": " \n", "answer": "1", "level": 0}, "empty"),
+    ({"prompt": None, "answer": "1", "level": 0}, "empty"),
+    ({"prompt": [], "answer": "1", "level": 0}, "empty"),
+    ({"prompt": [{"role": "user", "content": " "}], "answer": "1", "level": 0}, "empty"),
+    ({"prompt": "x", "answer": "", "level": 0}, "empty"),
+    ({"prompt": "x", "answer": None, "level": 0}, "empty"),
+    ({"prompt": [65, 256], "answer": "1", "level": 0}, "token_outside_vocabulary"),
+    ({"prompt": [65, -1], "answer": "1", "level": 0}, "token_outside_vocabulary"),
+    ({"prompt": "What is 3 + 3?", "answer": "7", "level": 0}, "contradiction"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_a_bad_row_goes_to_quarantine_with_its_place_and_reason(
+    load: Callable[..., PromptSet], tmp_path: Path, row: Any, reason: str
+) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [*ROWS, row, {"prompt": "last", "answer": "1", "level": 0}])
+
+    prompts = load(path, max_bad_share=0.05)
+
+    assert len(prompts) + len(prompts.held_out) == 21
+    (entry,) = quarantine(tmp_path / "run")
+    assert (entry["source"], entry["line"], entry["reason"]) == ("data.jsonl", 21, reason)
+    assert len(entry["row"]) <= 2000 and entry["detail"]
+    with pytest.raises(DataError, match=rf"22 rows, 21 prompts; .*1 bad ones \(1 {reason}; .* data.max_bad_share"):
+        load(path, max_bad_share=0.04, run_dir=tmp_path / "other")
+
+
+def test_an_id_that_was_used_for_another_prompt_is_bad(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    rows: list[Any] = [{"id": f"a{i}", **row} for i, row in enumerate(ROWS)]
+    rows += [rows[3], {"id": "a3", "prompt": "new", "answer": "1", "level": 0}]
+    rows += [{"id": True, "prompt": "newer", "answer": "1", "level": 0}, {"id": "", **ROWS[0]}]
+
+    prompts = load(write_jsonl(tmp_path / "data.jsonl", rows), columns={**COLUMNS, "id": "id"}, max_bad_share=0.2)
+
+    assert {prompt.prompt_id for prompt in prompts.held_out} < {f"data/a{i}" for i in range(20)}
+    found = sorted((entry["line"], entry["reason"]) for entry in quarantine(tmp_path / "run"))
+    assert found == [(22, "duplicate_id"), (23, "wrong_type"), (24, "wrong_type")]
+    detail = next(entry["detail"] for entry in quarantine(tmp_path / "run") if entry["line"] == 22)
+    assert "the id of line 4" in detail and "data/a3" in detail
+
+
+def test_invalid_text_in_parquet_costs_its_row_only(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    text = pyarrow.array([row["prompt"].encode() for row in ROWS[:5]] + [b"\xff\xfe"]).view(pyarrow.string())
+    table = pyarrow.table({"prompt": text, "answer": ["1"] * 6, "level": [0] * 6})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+
+    prompts = load(tmp_path / "data.parquet", max_bad_share=0.5, num_held_out=1)
+
+    assert len(prompts) == 4
+    (entry,) = quarantine(tmp_path / "run")
+    assert (entry["line"], entry["reason"]) == (6, "invalid_utf8")
+
+
+def test_a_line_without_end_is_bad_and_the_next_one_is_read(
+    load: Callable[..., PromptSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_a3po.data.sources.MAX_LINE_BYTES", 100)
+    long = {"prompt": "x" * 350, "answer": "1", "level": 0}
+
+    prompts = load(write_jsonl(tmp_path / "data.jsonl", [*ROWS, long, {**ROWS[0], "prompt": "y"}]), max_bad_share=0.1)
+
+    assert len(prompts) + len(prompts.held_out) == 21
+    assert [entry["reason"] for entry in quarantine(tmp_path / "run")] == ["line_too_long"]
+
+
+def test_rows_are_cut_in_the_quarantine(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    load(write_jsonl(tmp_path / "data.jsonl", [*ROWS, b'{"prompt": "' + b"x" * 10_000]), max_bad_share=0.1)
+
+    (entry,) = quarantine(tmp_path / "run")
+    assert len(entry["row"]) == 2000 and entry["row"].startswith('{"prompt": "xxx')
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "0 rows, 0 prompts; .*Nothing is left to sample"),
+        ([{"prompt": "x" * 101, "answer": "1", "level": 0}], "1 of over 100 tokens.*Nothing is left to sample"),
+        (ROWS[:4], r"gives 4 prompts, of which data.num_held_out = 4 .*lower data.num_held_out"),
+    ],
+)
+def test_an_empty_dataset_is_an_error(
+    load: Callable[..., PromptSet], tmp_path: Path, rows: list[Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(write_jsonl(tmp_path / "data.jsonl", rows))
+
+
+@pytest.mark.parametrize(
+    ("write", "split", "message"),
+    [
+        (lambda path: path.mkdir(), None, "no dataset of save_to_disk in this folder"),
+        (lambda path: path.write_bytes(b"PAR1"), None, "not a .jsonl or .parquet file"),
+        (lambda path: saved_with_splits(path, ROWS), "dev", "has the splits train, test; name one"),
+        (lambda path: saved_with_splits(path, ROWS), None, "has the splits train, test; name one"),
+        (lambda path: parquet_shards(path, ROWS), "dev", "data.split = dev: none of data/test-00000"),
+    ],
+)
+def test_what_is_no_dataset_is_an_error_that_says_what_is_there(
+    load: Callable[..., PromptSet], tmp_path: Path, write: Callable[..., Any], split: str | None, message: str
+) -> None:
+    write(tmp_path / "data")
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "data", split=split)
+
+
+def test_a_damaged_parquet_file_is_an_error(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(DataError, match="cannot be read"):
+        load(tmp_path / "data.parquet")
+
+
+def test_a_run_does_not_go_on_with_another_dataset(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    expected = stream(load(path), 50)
+    assert stream(load(path), 50) == expected
+
+    write_jsonl(path, [*ROWS[:3], {**ROWS[3], "answer": "7"}, *ROWS[4:]])
+    with pytest.raises(DataError, match="not the one that this run was started with"):
+        load(path)
+
+
+def test_a_dataset_that_changes_under_a_run_changes_nothing(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    prompts = load(path)
+    expected = stream(prompts)
+
+    path.write_bytes(b"")
+
+    assert stream(prompts) == expected
+
+
+GSM8K = {"question": "Natalia sold 48 and 1,000 clips. How many?", "answer": "48+1000=<<48+1000=1048>>1048\n#### 1,048"}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "Solve: 2+2. Answer: $Answer", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "prompt_id", "question", "answer"),
+    [
+        ("gsm8k", GSM8K, "data/2", GSM8K["question"], "1048"),
+        ("dapo_math", DAPO, f"data/{DAPO['extra_info']['index']}", "Solve: 2+2. Answer: $Answer", "4"),  # type: ignore[index]
+    ],
+)
+def test_the_schemas_of_gsm8k_and_dapo_math_are_known(
+    load: Callable[..., PromptSet],
+    tmp_path: Path,
+    schema: str,
+    row: dict[str, Any],
+    prompt_id: str,
+    question: str,
+    answer: str,
+) -> None:
+    filler = [json.loads(json.dumps(row).replace("48", "5").replace("2+2", "3+3")) for _ in range(1)]
+    path = write_parquet(tmp_path / "data.parquet", [*filler, row, row])
+    if schema == "dapo_math":
+        filler[0]["extra_info"]["index"] = "other"
+        path = write_parquet(tmp_path / "data.parquet", [*filler, row, row])
+
+    prompts = load(path, columns=schema, num_held_out=1)
+
+    everything = [*prompts.held_out, prompts.training_prompt(0)]
+    (prompt,) = (prompt for prompt in everything if prompt.question == question)
+    assert (prompt.prompt_id, prompt.answer) == (prompt_id, answer)
+
+
+def test_a_gsm8k_solution_without_an_answer_is_bad(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": f"... #### {i}"} for i in range(9)]
+    load(
+        write_jsonl(tmp_path / "data.jsonl", [*rows, {"question": "q", "answer": "9"}]),
+        columns="gsm8k",
+        max_bad_share=0.1,
+    )
+
+    (entry,) = quarantine(tmp_path / "run")
+    assert entry["reason"] == "wrong_type" and "####" in entry["detail"]

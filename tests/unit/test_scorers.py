@@ -1,0 +1,139 @@
+"""Scorers by name: a task's own, and a server's over HTTP."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megatron_a3po.rollout.rewards.samples import InvalidReward, Sample, Score, to_score
+from megatron_a3po.rollout.rewards.scorers import ScorerSpec, TaskSpec, make_scorer
+
+Reply = Callable[[dict[str, Any]], tuple[int, str]]
+
+
+def sample(response: str, **changes: Any) -> Sample:
+    values: dict[str, Any] = {"prompt_id": "p/1", "prompt": "What?", "answer": "42", "row": {"level": 5}}
+    return Sample(response=response, num_tokens=3, truncated=False, **(values | changes))
+
+
+class JudgeServer:
+    """Answers every POST by `reply`, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = []
+        self.asked: list[dict[str, Any]] = []
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.asked.append(body)
+                reply = judge.replies.pop(0) if len(judge.replies) > 1 else judge.replies[0]
+                status, text = reply(body)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/score"
+
+
+@pytest.fixture
+def judge() -> Iterator[JudgeServer]:
+    judge = JudgeServer()
+    thread = threading.Thread(target=judge.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield judge
+    judge.server.shutdown()
+    thread.join()
+    judge.server.server_close()
+
+
+def lengths(body: dict[str, Any]) -> tuple[int, str]:
+    return 200, json.dumps({"scores": [len(item["response"]) for item in body["samples"]]})
+
+
+def test_a_server_is_asked_once_for_a_group_and_sees_all_of_it(judge: JudgeServer) -> None:
+    judge.replies = [lengths]
+
+    scores = make_scorer(ScorerSpec(scorer=judge.url))([sample("a"), sample("aa")])
+
+    assert [score.value for score in scores] == [1.0, 2.0]
+    expected = {"prompt_id": "p/1", "prompt": "What?", "answer": "42", "row": {"level": 5}}
+    expected |= {"num_tokens": 3, "truncated": False}
+    assert judge.asked == [{"samples": [expected | {"response": "a"}, expected | {"response": "aa"}]}]
+
+
+def test_a_server_may_give_reasons(judge: JudgeServer) -> None:
+    judge.replies = [lambda _: (200, '{"scores": [{"score": 0.5, "reason": "half"}, 1]}')]
+
+    scores = make_scorer(ScorerSpec(scorer=judge.url))([sample("a"), sample("b")])
+
+    assert scores == [Score(value=0.5, reason="half"), Score(value=1.0)]
+
+
+def test_a_server_that_is_busy_is_asked_again(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr("megatron_a3po.rollout.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
+    judge.replies = [lambda _: (503, "busy"), lambda _: (502, "busy"), lengths]
+
+    (score,) = make_scorer(ScorerSpec(scorer=judge.url))([sample("abc")])
+
+    assert score.value == 3.0 and len(judge.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "error", "message"),
+    [
+        (404, "no such path", RuntimeError, "answered 404: no such path"),
+        (500, "broken", RuntimeError, "status 500: broken"),
+        (200, "<html>", InvalidReward, 'instead of {"scores": '),
+        (200, '{"rewards": [1]}', InvalidReward, 'instead of {"scores": '),
+        (200, '{"scores": 1}', InvalidReward, 'instead of {"scores": '),
+        (200, '{"scores": [{"reason": "x"}]}', InvalidReward, 'instead of {"scores": '),
+        (200, '{"scores": [1, 2]}', InvalidReward, "2 rewards for 1 responses"),
+        (200, '{"scores": [NaN]}', InvalidReward, "nan is no reward"),
+        (200, '{"scores": ["1.0"]}', InvalidReward, "'1.0' is no reward"),
+    ],
+)
+def test_a_server_that_gives_no_rewards_is_a_failure_with_its_words(
+    judge: JudgeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    text: str,
+    error: type[Exception],
+    message: str,
+) -> None:
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr("megatron_a3po.rollout.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
+    judge.replies = [lambda _: (status, text)]
+
+    with pytest.raises(error, match=message):
+        make_scorer(ScorerSpec(scorer=judge.url))([sample("a")])
+
+
+def test_a_task_rewards_exactly_what_it_finds_perfect() -> None:
+    scorer = make_scorer(ScorerSpec(scorer="task", task=TaskSpec(name="spell_backward", options={})))
+    entry = {"question": "...: ovated", "answer": "detavo", "metadata": {}}
+
+    scores = scorer([sample("detavo", row=entry), sample("detavox", row=entry), sample("", row=entry)])
+
+    assert [(score.value, score.reason) for score in scores] == [(1.0, "right"), (0.0, "wrong"), (0.0, "wrong")]
+
+
+@pytest.mark.parametrize(("result", "value", "reason"), [(True, 1.0, ""), (2, 2.0, ""), ((-0.5, "ok_1"), -0.5, "ok_1")])
+def test_a_result_is_a_number_or_a_number_and_a_reason(result: Any, value: float, reason: str) -> None:
+    assert to_score(result) == Score(value=value, reason=reason)
+
+
+@pytest.mark.parametrize("result", ["1", b"1", None, [1], float("inf"), 10**400, (1.0, "A"), (1, 2, 3)])
+def test_anything_else_is_no_reward(result: Any) -> None:
+    with pytest.raises(InvalidReward):
+        to_score(result)
