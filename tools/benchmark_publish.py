@@ -24,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 259},
@@ -45,6 +45,8 @@ class DroppingServers:
         context = multiprocessing.get_context("spawn")
         self.urls = ["http://127.0.0.1:1"] * number
         self.group_world_size = 1 + number
+        self.membership = 0
+        self._version = ""
         self._pipes: list[Connection[Any, Any]] = []
         self._threads = ThreadPoolExecutor(number)
         for _ in range(number):
@@ -84,6 +86,7 @@ class DroppingServers:
         return self._call(*[("leave", name)] * len(self._pipes))
 
     def update(self, body: dict[str, Any], timeout_seconds: float) -> "Future[Any]":
+        self._version = body.get("weight_version", self._version)
         sizes = zip(body["shapes"], body["dtypes"], strict=True)
         import torch
 
@@ -93,10 +96,32 @@ class DroppingServers:
     def checksums(self) -> list[list[dict[str, str]]]:
         return [[{}]] * len(self._pipes)
 
+    @property
+    def served(self) -> list[tuple[str, str, str | None]]:
+        return []
+
+    def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
+        raise NotImplementedError
+
+    def versions(self) -> list[str]:
+        return [self._version] * len(self._pipes)
+
+    def recover(self, version: int) -> Literal["done", "again", "failed"]:
+        return "failed"
+
+    def counts(self) -> dict[str, float]:
+        return {}
+
+    def muster(self, *, call_back: str) -> None: ...
+    def close_case(self) -> None: ...
+    def end_publication(self) -> None: ...
+    def reject(self, problems: Mapping[str, str]) -> None: ...
+    def confirm(self, version: int) -> None: ...
     def forget_group(self, name: str) -> None: ...
     def pause(self) -> None: ...
     def begin(self) -> None: ...
     def end(self) -> None: ...
+    def flush(self) -> None: ...
     def resume(self) -> None: ...
 
 

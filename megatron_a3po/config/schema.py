@@ -148,6 +148,13 @@ class PublishConfig(Section):
     """Weights travel in flattened buckets of about this size; a rank that sends needs memory for two."""
     timeout_seconds: PositiveFloat = 120
     """How long one bucket, the building of an update group, or the servers' reading of files may take."""
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What becomes of responses under way when weights are published. retract: they wait, and go on with their context
+    computed anew. in_place: they go on with the old weights' keys and values; for servers without radix cache. abort:
+    the servers return what there is of them, and the run has them continued."""
+    min_servers: Positive | None = None
+    """A server that fails is left out until it has received a whole version again; with fewer servers than this, the
+    run ends. null: all of them are needed."""
     verify_prompts: Annotated[int, Field(ge=0)] = 4
     """After each publish, so many short responses are sampled, and their log-probs compared with the trainer's."""
     max_logprob_difference: PositiveFloat | None = None

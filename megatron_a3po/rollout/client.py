@@ -5,7 +5,12 @@ from typing import Any
 import aiohttp
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, parse_answer
+from megatron_a3po.rollout.protocol import GenerateResponse, ModelInfo, ServerInfo, parse_answer
+
+
+class RequestRefused(RolloutError):
+    """The server is well, and does not do what it was asked for (status 4xx)."""
+
 
 KEEP_ALIVE_SECONDS = 2.0
 """Below the server's own 5 s: a request on a connection that the server is closing would fail."""
@@ -17,16 +22,12 @@ class SGLangClient:
     def __init__(self, url: str, session: aiohttp.ClientSession, timeout_seconds: float) -> None:
         self.url = url.rstrip("/")
         self.in_flight = 0
-        """Requests under way, for balancing."""
+        """Requests under way, for balancing; counted by the pool, from its choice on."""
         self._session = session
         self._timeout_seconds = timeout_seconds
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
-        self.in_flight += 1
-        try:
-            answer = await self.post("/generate", request)
-        finally:
-            self.in_flight -= 1
+        answer = await self.post("/generate", request)
         answers = answer if isinstance(answer, list) else [answer]
         return [parse_answer(GenerateResponse, item, f"{self.url}/generate") for item in answers]
 
@@ -38,12 +39,16 @@ class SGLangClient:
         return True
 
     async def is_answering(self) -> bool:
-        """Also true while generation is paused, when `/health` may say otherwise."""
+        return await self.weight_version() is not None
+
+    async def weight_version(self) -> str | None:
+        """The label of its weights; None without an answer. Also told while generation is paused, when `/health` may
+        fail."""
         try:
-            await self._call("GET", "/model_info", None, timeout_seconds=10.0)
+            answer = await self._call("GET", "/model_info", None, timeout_seconds=10.0)
+            return parse_answer(ModelInfo, answer, f"{self.url}/model_info").weight_version
         except RolloutError:
-            return False
-        return True
+            return None
 
     async def server_info(self) -> ServerInfo:
         answer = await self._call("GET", "/server_info", None, timeout_seconds=30.0)
@@ -59,7 +64,9 @@ class SGLangClient:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
                 text = await response.text()
                 if response.status != 200:
-                    raise RolloutError(f"{self.url}{path} answered {response.status}: {text[:2000]}")
+                    refused = 400 <= response.status < 500
+                    error = RequestRefused if refused else RolloutError
+                    raise error(f"{self.url}{path} answered {response.status}: {text[:2000]}")
                 return await response.json() if "json" in response.content_type else text
         except TimeoutError:
             raise RolloutError(f"{self.url}{path} gave no answer within {timeout_seconds:g} s") from None

@@ -1,49 +1,87 @@
 """What the weight publisher needs of the rollout servers, callable from the trainer's thread."""
 
+import asyncio
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout import recovery
+from megatron_a3po.rollout.client import RequestRefused
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import ServerInfo, WeightChecksums, parse_answer
+from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer
+from megatron_a3po.rollout.recovery import GRACE_SECONDS
+from megatron_a3po.rollout.server_states import Server
 from megatron_a3po.runtime.logging import logger
 
+_FLUSHES = 6
+_FLUSH_SECONDS = 0.1
+"""Before the second attempt; twice as long before each further one."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class ServerControl:
-    """Control calls to every server at once. Each raises RolloutError on the first server that refuses.
+    """Control calls to every server that takes part in publications, at once. Each raises RolloutError when a server
+    fails, which then is in quarantine.
 
-    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, resume.
+    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, flush, resume.
     """
 
     pool: ServerPool
     loop: EventLoopThread
-    servers: tuple[ServerInfo, ...]
     timeout_seconds: float
     """for one control call"""
+    _groups: list[str] = field(default_factory=list)
+    """Names of groups that servers may be in"""
+    _participants: list[Server] = field(default_factory=list)
 
     @property
     def urls(self) -> list[str]:
-        return [client.url for client in self.pool.clients]
+        return [server.url for server in self.pool.states.members]
 
     @property
     def served(self) -> list[tuple[str, str, str | None]]:
         """URL, folder of the model and quantisation of every server, as it says itself."""
-        return [
-            (url, server.model_path, server.quantization) for url, server in zip(self.urls, self.servers, strict=True)
-        ]
+        members = self.pool.states.members
+        return [(s.url, s.info.model_path, s.info.quantization) for s in members if s.info is not None]
+
+    @property
+    def membership(self) -> int:
+        """Another number when others take part than before, or a server that has left its groups meanwhile."""
+        return self.pool.states.membership
 
     @property
     def group_world_size(self) -> int:
         """The trainer's sender and every rank of every server."""
-        return 1 + sum(server.tp_size for server in self.servers)
+        return 1 + sum(self._tp_sizes())
+
+    def muster(self, *, call_back: Literal["none", "due", "all"]) -> None:
+        """Before a publication is attempted: settle who takes part. call_back: from quarantine, those whose time has
+        come, or all that answer. Raises RolloutError when they are too few."""
+        self.loop.run(self._muster(call_back))
+
+    def close_case(self) -> None:
+        """An attempt has failed: what fails now is its consequence."""
+        self.pool.case_closed = True
+
+    def recover(self, version: int) -> Literal["done", "again", "failed"]:
+        """After a failed attempt: quarantine those that it has left speechless, free the others, and have those go on
+        that hold a whole version. Returns "done" when all that are left hold `version`, "again" when somebody was to
+        blame and enough are left, and "failed"."""
+        return self.loop.run(self._recover(version))
+
+    def end_publication(self) -> None:
+        """Too few servers are an error again wherever it shows."""
+        self._change(self.pool.states.end_publication)
 
     def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> Future[Any]:
         """Returns at once; the servers answer when all ranks have joined."""
+        self._groups.append(name)
         offset, bodies = 1, []
-        for server in self.servers:
+        for tp_size in self._tp_sizes():
             bodies.append(
                 {
                     "master_address": address,
@@ -54,62 +92,148 @@ class ServerControl:
                     "backend": backend,
                 }
             )
-            offset += server.tp_size
-        return self.loop.submit(self.pool.post_to_all("/init_weights_update_group", bodies, timeout_seconds))
+            offset += tp_size
+        return self._together("/init_weights_update_group", bodies, timeout_seconds)
 
     def destroy_group(self, name: str) -> Future[Any]:
         """Returns at once: all ranks, the trainer's too, should leave together."""
+        if name in self._groups:
+            self._groups.remove(name)
         return self.loop.submit(self.pool.post_to_all("/destroy_weights_update_group", {"group_name": name}))
 
     def forget_group(self, name: str) -> None:
-        """Leave a group that a run which died may have left at a server."""
-        try:
-            self._post("/destroy_weights_update_group", {"group_name": name})
-        except RolloutError as error:
-            # 400 is the answer where there is no such group.
-            logger.debug("no group to forget: %s", error)
+        """Leave a group that a run which died, or a publication that failed, may have left at a server."""
+        self.loop.run(self._forget_group(name))
 
     def pause(self) -> None:
-        """Running requests go back to the queue, keep their tokens, and go on with the new weights after `resume`."""
-        self._post("/pause_generation", {"mode": "retract"})
+        """retract: running requests go back to the queue, keep their tokens, and go on with the new weights after
+        `resume`. in_place: they stay where they are. abort: they end, and the sampler has them continued."""
+        self.pool.num_pauses += 1
+        self._post("/pause_generation", {"mode": self.pool.pause_mode})
 
     def begin(self) -> None:
         self._post("/begin_weight_update", {})
 
-    def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[None]:
+    def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
         """Announce one bucket; the result comes when every server has received and loaded it."""
-        return self.loop.submit(self._update(body, timeout_seconds))
+        self._change(self.pool.states.begin_update)
+        return self._together("/update_weights_from_distributed", body, timeout_seconds)
 
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
-        """Have every server read the weights in `folder`, forget what it has cached, and take on the version."""
+        """Have every server read the weights in `folder` and take on the version."""
+        self._change(self.pool.states.begin_update)
         # The format is named, since a server may have been started without weights.
-        body = {"model_path": folder, "weight_version": version, "flush_cache": True, "load_format": "auto"}
-        answers = self.loop.run(self.pool.post_to_all("/update_weights_from_disk", body, timeout_seconds))
-        self._refuse_failure(answers, f"did not load {folder}")
+        body = {"model_path": folder, "weight_version": version, "flush_cache": False, "load_format": "auto"}
+        self.loop.run(self.pool.post_to_all("/update_weights_from_disk", body, timeout_seconds))
 
     def end(self) -> None:
         self._post("/end_weight_update", {})
 
-    def resume(self) -> None:
-        self._post("/continue_generation", {})
+    def flush(self) -> None:
+        """Forget what was cached with the old weights, so far as the pause leaves it unused: tried a few times."""
+        if self.pool.pause_mode != "in_place":
+            self.loop.run(self._flush())
+
+    def versions(self) -> list[str]:
+        """The label of every server's weights, as it says itself."""
+        return self.loop.run(self._versions())
 
     def checksums(self) -> list[list[dict[str, str]]]:
         """Of every server, of every rank: the checksums of the weights that it holds, by name."""
-        answers = self.loop.run(self.pool.post_to_all("/weights_checker", {"action": "checksum"}))
-        parsed = [
-            parse_answer(WeightChecksums, answer, f"{url}/weights_checker")
-            for url, answer in zip(self.urls, answers, strict=True)
-        ]
-        return [[rank.checksums for rank in server.ranks] for server in parsed]
+        return self.loop.run(self._checksums())
+
+    def reject(self, problems: Mapping[str, str]) -> None:
+        """Quarantine servers, by their URLs, each with the reason."""
+
+        def reject() -> None:
+            for server in self.pool.states.members:
+                if server.url in problems:
+                    self.pool.states.quarantine(server, RolloutError(problems[server.url]))
+
+        self._change(reject)
+
+    def confirm(self, version: int) -> None:
+        """All that take part are known to hold `version` as a whole: tokens of it are accepted from now on."""
+        self._change(partial(self.pool.states.confirm, version))
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def counts(self) -> dict[str, float]:
+        return self.pool.states.counts()
+
+    def _tp_sizes(self) -> list[int]:
+        return [server.info.tp_size if server.info is not None else 1 for server in self.pool.states.members]
+
+    def _change(self, change: Callable[[], None]) -> None:
+        async def run() -> None:
+            change()
+
+        self.loop.run(run())
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         self.loop.run(self.pool.post_to_all(path, body, self.timeout_seconds))
 
-    async def _update(self, body: dict[str, Any], timeout_seconds: float) -> None:
-        answers = await self.pool.post_to_all("/update_weights_from_distributed", body, timeout_seconds)
-        self._refuse_failure(answers, "did not load a weight bucket")
+    def _together(self, path: str, bodies: Any, timeout_seconds: float) -> Future[Any]:
+        # A server that only waits for another one answers when that one is gone: it must not be given up before.
+        patience = timeout_seconds + 2 * GRACE_SECONDS
+        return self.loop.submit(self.pool.post_to_all(path, bodies, patience, together=True))
 
-    def _refuse_failure(self, answers: list[Any], what: str) -> None:
-        for url, answer in zip(self.urls, answers, strict=True):
-            if not (isinstance(answer, dict) and answer.get("success")):
-                raise RolloutError(f"{url} {what}: {answer}")
+    async def _muster(self, call_back: Literal["none", "due", "all"]) -> None:
+        states = self.pool.states
+        states.begin_publication()
+        self.pool.case_closed = False
+        if call_back != "none":
+            await recovery.call_back(self.pool, self._groups, at_once=call_back == "all")
+        if not states.enough:
+            states.fail_if_too_few()
+        states.raise_if_too_few()
+        self._participants = states.members
+
+    async def _recover(self, version: int) -> Literal["done", "again", "failed"]:
+        states = self.pool.states
+        await recovery.undo_publication(self.pool, self._participants, self._groups)
+        if states.enough and all(server.is_whole and server.version == version for server in states.members):
+            return "done"
+        self._groups.clear()
+        return "again" if states.enough and len(states.members) < len(self._participants) else "failed"
+
+    async def _forget_group(self, name: str) -> None:
+        async def forget(server: Server) -> None:
+            try:
+                await self.pool.post(server, "/destroy_weights_update_group", {"group_name": name}, GRACE_SECONDS)
+            except RequestRefused as error:
+                # 400 is the answer where there is no such group.
+                logger.debug("no group to forget: %s", error)
+
+        await self.pool.for_each(forget)
+
+    async def _flush(self) -> None:
+        async def flush(server: Server) -> None:
+            for attempt in range(1, _FLUSHES + 1):
+                try:
+                    await self.pool.post(server, "/flush_cache", {}, self.timeout_seconds)
+                    return
+                except RequestRefused as error:
+                    if attempt == _FLUSHES:
+                        raise RequestRefused(f"{error}, {_FLUSHES} times in a row") from None
+                    await asyncio.sleep(_FLUSH_SECONDS * 2 ** (attempt - 1))
+
+        await self.pool.for_each(flush)
+
+    async def _versions(self) -> list[str]:
+        async def version(server: Server) -> str:
+            label = await server.client.weight_version()
+            if label is None:
+                raise RolloutError(f"{server.url} does not say which weight version it holds")
+            return label
+
+        return await self.pool.for_each(version)
+
+    async def _checksums(self) -> list[list[dict[str, str]]]:
+        async def checksums(server: Server) -> list[dict[str, str]]:
+            answer = await self.pool.post(server, "/weights_checker", {"action": "checksum"})
+            parsed = parse_answer(WeightChecksums, answer, f"{server.url}/weights_checker")
+            return [rank.checksums for rank in parsed.ranks]
+
+        return await self.pool.for_each(checksums)

@@ -1,14 +1,15 @@
 """All rollout servers together: generation goes to the least busy one, control calls go to each."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, SGLangClient
+from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
 from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
+from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
 from megatron_a3po.runtime.logging import logger
 
 _WATCH_SECONDS = 1.0
@@ -17,107 +18,241 @@ _MISSED_ANSWERS = 5
 _ATTEMPTS = 3
 _RETRY_SECONDS = 1.0
 """Before the second attempt; twice as long before the third."""
+_RESET_SECONDS = 10.0
 
 
 class ServerPool:
     """Lives in one event loop. `find_dead` tells of local processes that ended, as a message; None while all live."""
 
     def __init__(
-        self, urls: list[str], *, timeout_seconds: float, find_dead: Callable[[], str | None] = lambda: None
+        self,
+        urls: list[str],
+        *,
+        timeout_seconds: float,
+        min_servers: int | None = None,
+        pause_mode: str = "retract",
+        find_dead: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """min_servers: with fewer that are not in quarantine, everything here raises; None: all of them."""
         # Created inside the loop: aiohttp binds the session to the loop that runs then.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector)
         self.clients = [SGLangClient(url, self._session, timeout_seconds) for url in urls]
+        self.states = ServerStates([Server(client) for client in self.clients], min_servers)
+        self.pause_mode = pause_mode
+        self.num_pauses = 0
+        self.case_closed = False
+        """A publication has failed: what fails now is a consequence, and no server is to blame for it."""
         self._find_dead = find_dead
 
     async def wait_ready(self, timeout_seconds: float) -> list[ServerInfo]:
         """Wait until every server takes requests, and clear what a run that died left there.
 
-        A paused server answers but is not ready, so the clearing comes in between. Raises RolloutServerDied or
-        RolloutError.
+        A paused server answers but is not ready, so the clearing comes in between. After the timeout, the servers that
+        are not ready go into quarantine. Raises RolloutServerDied or RolloutError.
         """
         deadline = asyncio.get_running_loop().time() + timeout_seconds
+        self.states.raise_if_too_few()
         for is_there in (SGLangClient.is_answering, SGLangClient.is_ready):
-            for client in self.clients:
-                while not await is_there(client):
-                    self._raise_if_dead()
+            for server in self.states.members:
+                while not await is_there(server.client):
+                    self._look_at_process()
+                    self.states.raise_if_too_few()
                     if asyncio.get_running_loop().time() > deadline:
-                        raise RolloutError(
-                            f"{client.url}: not ready within {timeout_seconds:g} s; see the server's log, or raise "
-                            "rollout.start_timeout_seconds"
+                        problem = (
+                            f"{server.url}: not ready within {timeout_seconds:g} s; see the server's log, or raise "
                         )
+                        self.states.quarantine(server, RolloutError(problem + "rollout.start_timeout_seconds"))
+                        self.states.raise_if_too_few()
+                        break
                     await asyncio.sleep(0.25)
             if is_there is SGLangClient.is_answering:
                 await self.reset()
-        return [await client.server_info() for client in self.clients]
+        await self.load_infos()
+        return [server.info for server in self.states.members if server.info is not None]
+
+    async def load_infos(self) -> None:
+        """How the servers describe themselves. Raises RolloutError where one cannot be used."""
+        for server in self.states.members:
+            server.info = await server.client.server_info()
+            if (problem := self.unusable(server, server.info)) is not None:
+                raise RolloutError(problem)
+
+    def unusable(self, server: Server, info: ServerInfo) -> str | None:
+        """Why this run cannot use such a server, with the remedy; None if it can."""
+        if self.pause_mode == "in_place" and not info.disable_radix_cache:
+            return (
+                f"{server.url} has a radix cache, in which the keys and values of old weights would survive "
+                "`publish.pause_mode: in_place`; start the server with --disable-radix-cache, or use `retract`"
+            )
+        return None
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
-        """Ask the least busy server; a lost connection is tried again, on another server if there is one."""
-        failed: SGLangClient | None = None
-        for attempt in range(1, _ATTEMPTS + 1):
-            # A server that loses its connections at once is always the least busy one.
-            others = [client for client in self.clients if client is not failed]
-            client = min(others or self.clients, key=lambda client: client.in_flight)
+        """Ask the least busy server that holds a confirmed version; if it goes into quarantine, another one.
+
+        A lost connection is tried again, on another server if there is one. Raises RequestRefused, and RolloutError
+        when the servers are too few.
+        """
+        lost = 0
+        failed: Server | None = None
+        while True:
+            server = await self._choose(failed)
             try:
-                return await client.generate(request)
+                return await self._ask(server, request)
+            except RequestRefused:
+                raise
+            except Quarantined as error:
+                logger.info("%s; its request goes to another server", error)
             except RolloutServerDied as error:
-                self._raise_if_dead()
-                if attempt == _ATTEMPTS:
-                    raise
-                logger.warning("%s; trying again", error)
-                failed = client
-                await asyncio.sleep(attempt * _RETRY_SECONDS)
-        raise AssertionError("unreachable")
+                lost, failed, server.is_suspect = lost + 1, server, True
+                self._look_at_process()
+                self.states.raise_if_too_few()
+                if lost % _ATTEMPTS == 0:
+                    self.states.quarantine(server, error)
+                else:
+                    logger.warning("%s; trying again", error)
+                    await asyncio.sleep(lost % _ATTEMPTS * _RETRY_SECONDS)
+            except RolloutError as error:
+                self.states.quarantine(server, error)
+
+    async def _ask(self, server: Server, request: dict[str, Any]) -> list[GenerateResponse]:
+        """Raises Quarantined when the server is out before its responses are accepted."""
+        confirmed = server.version
+        assert confirmed is not None
+        server.client.in_flight += 1
+        try:
+            await self._verify(server)
+            responses = await server.unless_quarantined(server.client.generate(request))
+        finally:
+            server.client.in_flight -= 1
+        if (problem := server.label_problem(responses, confirmed)) is not None:
+            self.states.quarantine(server, problem)
+            raise Quarantined(f"{server.url} was put into quarantine")
+        return responses
+
+    async def _choose(self, failed: Server | None) -> Server:
+        while True:
+            self.states.raise_if_too_few()
+            routable = [server for server in self.states.members if server.is_routable]
+            if routable:
+                # A server that loses its connections at once is always the least busy one.
+                others = [server for server in routable if server is not failed]
+                return min(others or routable, key=lambda server: server.client.in_flight)
+            await self.states.wait_for_change()
+
+    async def _verify(self, server: Server) -> None:
+        """A server that a connection was lost to may be another process by now. Raises RolloutServerDied without an
+        answer, Quarantined when it is another one."""
+        if not server.is_suspect:
+            return
+        try:
+            info = await server.client.server_info()
+        except RolloutError as error:
+            raise RolloutServerDied(str(error)) from None
+        if server.info is not None and info.startup_time != server.info.startup_time:
+            self.states.quarantine(server, RolloutError(f"{server.url} was restarted, with weights of its own"))
+            raise Quarantined(f"{server.url} was restarted")
+        server.is_suspect = False
 
     async def post_to_all(
-        self, path: str, bodies: dict[str, Any] | list[dict[str, Any]], timeout_seconds: float | None = None
+        self,
+        path: str,
+        bodies: dict[str, Any] | Sequence[dict[str, Any]],
+        timeout_seconds: float | None = None,
+        *,
+        together: bool = False,
     ) -> list[Any]:
-        """The same call (or one body per server) to every server at once; the first failure is raised."""
-        if isinstance(bodies, dict):
-            bodies = [bodies] * len(self.clients)
-        calls = (client.post(path, body, timeout_seconds) for client, body in zip(self.clients, bodies, strict=True))
+        """The same call (or one body per server) to every server that is not in quarantine; see `for_each`."""
+        members = self.states.members
+        each = [bodies] * len(members) if isinstance(bodies, dict) else bodies
+        body_of = dict(zip(members, each, strict=True))
+        return await self.for_each(
+            lambda server: self.post(server, path, body_of[server], timeout_seconds), together=together
+        )
+
+    async def for_each[T](self, ask: Callable[[Server], Awaitable[T]], *, together: bool = False) -> list[T]:
+        """Ask every server that is not in quarantine, at once.
+
+        A server that fails goes into quarantine, and the first failure is raised. together: servers wait for each
+        other while they are asked, so others fail when the first has failed, and through no fault of theirs.
+        """
+        failed: list[Server] = []
+
+        async def ask_one(server: Server) -> T:
+            try:
+                return await ask(server)
+            except RolloutError as error:
+                if not (together and (failed or self.case_closed)):
+                    self.states.quarantine(server, error)
+                failed.append(server)
+                raise
+
         try:
-            return list(await asyncio.gather(*calls))
+            return list(await asyncio.gather(*map(ask_one, self.states.members)))
         except RolloutServerDied:
             # The end of a local process may show a moment after the end of its connections, and says more.
             await asyncio.sleep(_RETRY_SECONDS)
-            self._raise_if_dead()
+            self._look_at_process()
+            self.states.raise_if_too_few()
             raise
+
+    async def post(self, server: Server, path: str, body: dict[str, Any], timeout_seconds: float | None = None) -> Any:
+        """A control call, after the one before it has ended."""
+        async with server.calls:
+            server.call = asyncio.ensure_future(server.client.post(path, body, timeout_seconds))
+            answer = await server.call
+        says_so = isinstance(answer, dict) and answer.get("success")
+        if path.startswith("/update_weights") and not says_so:
+            raise RequestRefused(f"{server.url} did not load weights: {answer}")
+        return answer
 
     async def reset(self) -> None:
         """Undo what a run that died may have left at a server: an open update session, a pause."""
-        await asyncio.gather(*(_reset(client) for client in self.clients))
+        await asyncio.gather(*(self._reset(server) for server in self.states.members))
+
+    async def _reset(self, server: Server) -> None:
+        for path in ("/end_weight_update", "/continue_generation"):
+            try:
+                await self.post(server, path, {}, _RESET_SECONDS)
+            except RolloutError as error:
+                # 400 is the answer where there is nothing to undo.
+                logger.debug("reset: %s", error)
 
     async def watch(self) -> None:
-        """Runs until a server is found dead; then raises RolloutServerDied."""
-        missed = dict.fromkeys(self.clients, 0)
+        """Runs until the servers are too few; then raises RolloutError, which names those that failed."""
+        tasks = [asyncio.create_task(self.states.wait_until_too_few())]
+        tasks += [asyncio.create_task(self._watch(server)) for server in self.states.servers]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _watch(self, server: Server) -> None:
+        missed = 0
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            self._raise_if_dead()
-            answers = await asyncio.gather(*(client.is_answering() for client in self.clients))
-            for client, answering in zip(self.clients, answers, strict=True):
-                missed[client] = 0 if answering else missed[client] + 1
-                if missed[client] >= _MISSED_ANSWERS:
-                    raise RolloutServerDied(f"{client.url}: nothing answers there any more; is the server running?")
+            self._look_at_process()
+            before = server.version, server.is_whole, server.error
+            label = await server.client.weight_version()
+            if server.error is not None or before != (server.version, server.is_whole, server.error):
+                missed = 0
+                continue  # it is looked at again before it takes part in a publication, or one has changed it
+            missed = missed + 1 if label is None else 0
+            server.is_suspect = server.is_suspect or label is None
+            if missed >= _MISSED_ANSWERS:
+                error = f"{server.url}: nothing answers there any more; is the server running?"
+                self.states.quarantine(server, RolloutServerDied(error))
+            elif label is not None and server.is_whole and label != str(server.version):
+                error = f"{server.url} holds weight version {label} instead of {server.version}; was it restarted?"
+                self.states.quarantine(server, RolloutError(error))
 
     async def close(self) -> None:
         await self._session.close()
 
-    def _raise_if_dead(self) -> None:
-        message = self._find_dead()
-        if message is not None:
-            raise RolloutServerDied(message)
-
-
-async def _reset(client: SGLangClient) -> None:
-    undo: list[tuple[str, dict[str, Any]]] = [
-        ("/end_weight_update", {}),
-        ("/continue_generation", {}),
-    ]
-    for path, body in undo:
-        try:
-            await client.post(path, body, timeout_seconds=10.0)
-        except RolloutError as error:
-            # 400 is the answer where there is nothing to undo.
-            logger.debug("reset: %s", error)
+    def _look_at_process(self) -> None:
+        if (message := self._find_dead()) is not None:
+            for server in self.states.members:
+                self.states.quarantine(server, RolloutServerDied(message))

@@ -45,6 +45,13 @@ class ServerInfo(_Answer):
     """as asked for on the command line; None: as the model's folder says"""
     tp_size: int = 1
     enable_priority_scheduling: bool = False
+    disable_radix_cache: bool = False
+    startup_time: Any = None
+    """How long the parts of its start took, to the microsecond: another process has other figures."""
+
+
+class ModelInfo(_Answer):
+    weight_version: str = ""
 
 
 class RankChecksums(_Answer):

@@ -71,19 +71,17 @@ class RankZeroRollouts:
         ready = self._loop.submit(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
         while not wait([ready], timeout=_HEARTBEAT_SECONDS).done:
             say("still waiting for the rollout server")
-        infos = ready.result()
+        ready.result()
         say("the rollout server is ready")
         self._loop.run(self._reward_pool.raise_if_failed())
-        for client, info in zip(self._pool.clients, infos, strict=True):
-            if not info.enable_priority_scheduling:
+        for server in self._pool.states.members:
+            if server.info is not None and not server.info.enable_priority_scheduling:
                 logger.warning(
                     "%s runs without --enable-priority-scheduling: interrupted responses are overtaken by new ones, "
                     "and evaluation waits behind training",
-                    client.url,
+                    server.url,
                 )
-        return ServerControl(
-            pool=self._pool, loop=self._loop, servers=tuple(infos), timeout_seconds=self._config.publish.timeout_seconds
-        )
+        return ServerControl(pool=self._pool, loop=self._loop, timeout_seconds=self._config.publish.timeout_seconds)
 
     def state(self) -> RolloutState:
         return self._loop.run(self._state())
@@ -126,6 +124,8 @@ class RankZeroRollouts:
         self._pool = ServerPool(
             urls,
             timeout_seconds=rollout.request_timeout_seconds,
+            min_servers=config.publish.min_servers,
+            pause_mode=config.publish.pause_mode,
             find_dead=server.describe_death if server is not None else lambda: None,
         )
         self._sampler = Sampler(

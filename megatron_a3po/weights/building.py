@@ -10,9 +10,7 @@ import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_files import has_megatron_weights
-from megatron_a3po.errors import PublishError
 from megatron_a3po.parallel.messages import broadcast_json
-from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.disk import DiskTransport
 from megatron_a3po.weights.hf_folder import HfFolder
@@ -66,23 +64,17 @@ def build_publisher(
     )
     if publish.transport == "disk":
         return WeightPublisher(collector, disk, receivers, control, timer=timer)
-    try:
-        groups = UpdateGroups(
-            collector.plan,
-            receivers,
-            control,
-            # The same after a restart, which then finds what the run has left at the servers.
-            run_id=hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:12],
-            backend="gloo" if config.device == "cpu" else "nccl",
-            timeout_seconds=publish.timeout_seconds,
-        )
-    except PublishError as error:
-        if not publish.fallback:
-            raise
-        logger.error("%s\n%s", error, disk.why_not)
-        return WeightPublisher(collector, disk, receivers, control, timer=timer)
+    update_groups = UpdateGroups(
+        collector.plan,
+        receivers,
+        control,
+        # The same after a restart, which then finds what the run has left at the servers.
+        run_id=hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:12],
+        backend="gloo" if config.device == "cpu" else "nccl",
+        timeout_seconds=publish.timeout_seconds,
+    )
     fallback = disk if publish.fallback else None
-    return WeightPublisher(collector, groups, receivers, control, timer=timer, fallback=fallback)
+    return WeightPublisher(collector, update_groups, receivers, control, timer=timer, fallback=fallback)
 
 
 def published_names(names: Sequence[str], described: Mapping[str, Any]) -> list[str]:

@@ -1,28 +1,67 @@
-"""Whether all servers hold the same weights."""
+"""Whether all servers hold the same weights, under the label of the version that was published."""
+
+from collections import Counter
+from collections.abc import Mapping
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.weights.receivers import WeightReceivers
 
 
-def compare_servers(receivers: WeightReceivers, version: int) -> None:
-    """A 200 does not prove that a server loaded what it received; equal checksums on all servers are evidence.
+def check_servers(receivers: WeightReceivers, version: int) -> None:
+    """A 200 does not prove that a server loaded what it received; its label and equal checksums are evidence.
 
-    Raises PublishError, which names servers and tensors that differ.
+    Raises PublishError, and has servers that hold anything else rejected: of different weights, those that fewer
+    servers hold than any others, or all of them.
     """
-    if len(receivers.urls) < 2:
-        return
-    first_of_size: dict[int, tuple[str, list[dict[str, str]]]] = {}
+    wrong = {
+        url: f"{url} holds weight version {label} after the publication of {version}"
+        for url, label in zip(receivers.urls, receivers.versions(), strict=True)
+        if label != str(version)
+    }
+    _reject(receivers, wrong)
+    if len(receivers.urls) > 1:
+        _compare(receivers, version)
+
+
+def _compare(receivers: WeightReceivers, version: int) -> None:
+    # Servers of another tensor-parallel size hold other shards.
+    by_size: dict[int, dict[str, list[dict[str, str]]]] = {}
     for url, ranks in zip(receivers.urls, receivers.checksums(), strict=True):
-        # Servers of another tensor-parallel size hold other shards.
-        first_url, first_ranks = first_of_size.setdefault(len(ranks), (url, ranks))
-        differing = {
+        by_size.setdefault(len(ranks), {})[url] = ranks
+    wrong: dict[str, str] = {}
+    for servers in by_size.values():
+        right = _held_by_most(servers)
+        reference = next((url for url in servers if servers[url] == right), next(iter(servers)))
+        for url, ranks in servers.items():
+            if right is None or ranks != right:
+                other = reference if url != reference else next(u for u in servers if servers[u] != ranks)
+                wrong[url] = (
+                    f"version {version}: {url} and {other} hold different weights {_difference(ranks, servers[other])}"
+                )
+    _reject(receivers, wrong)
+
+
+def _held_by_most(servers: Mapping[str, list[dict[str, str]]]) -> list[dict[str, str]] | None:
+    """None when two different ones are held equally often."""
+    counts = Counter({url: sum(ranks == other for other in servers.values()) for url, ranks in servers.items()})
+    (url, most), *_ = counts.most_common()
+    tied = any(count == most and servers[other] != servers[url] for other, count in counts.items())
+    return None if tied else servers[url]
+
+
+def _difference(ranks: list[dict[str, str]], others: list[dict[str, str]]) -> str:
+    names = sorted(
+        {
             name
-            for first, other in zip(first_ranks, ranks, strict=True)
-            for name in first.keys() | other.keys()
-            if first.get(name) != other.get(name)
+            for one, other in zip(ranks, others, strict=True)
+            for name in one.keys() | other.keys()
+            if one.get(name) != other.get(name)
         }
-        if differing:
-            raise PublishError(
-                f"version {version}: {url} and {first_url} hold different weights in {len(differing)} tensors, "
-                f"such as {', '.join(sorted(differing)[:3])}"
-            )
+    )
+    return f"in {len(names)} tensors, such as {', '.join(names[:3])}"
+
+
+def _reject(receivers: WeightReceivers, wrong: Mapping[str, str]) -> None:
+    if wrong:
+        receivers.reject(wrong)
+        raise PublishError("; ".join(wrong.values()))

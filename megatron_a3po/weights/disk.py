@@ -15,7 +15,7 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.hf_output import HfOutput
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.safetensors_writer import SafetensorsWriter
 from megatron_a3po.weights.shards import Shard, shard_name
 from megatron_a3po.weights.signals import Signals
@@ -54,6 +54,9 @@ class DiskTransport:
         self._shards = [
             Shard(file_name=shard_name(bucket.number + 1, number), tensors=bucket.tensors) for bucket in plan.buckets
         ]
+
+    def prepare(self, members: Members) -> None:
+        """Every server that takes part is told where to read."""
 
     def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         """On the owner: write a bucket."""

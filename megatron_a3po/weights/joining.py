@@ -31,13 +31,18 @@ def meeting_place(url: str) -> tuple[str, int]:
     return address, free_port(address)
 
 
+def open_store(place: tuple[str, int], timeout_seconds: float) -> dist.Store:
+    """Where a group's members meet. When it is deleted, whoever still waits there for others fails."""
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(*place, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
 def join_as_first(
     name: str, place: tuple[str, int], world_size: int, backend: str, timeout_seconds: float
 ) -> dist.ProcessGroup:
-    """As rank 0. Blocks until every rank has joined."""
+    """As rank 0, at an open store. Blocks until every rank has joined."""
     timeout = timedelta(seconds=timeout_seconds)
-    store, _, _ = next(c10d.rendezvous(f"tcp://{place[0]}:{place[1]}", 0, world_size, timeout=timeout))
-    store.set_timeout(timeout)
+    store = dist.TCPStore(*place, world_size, False, timeout=timeout, wait_for_workers=False)
     # Below dist.new_group, which knows only the default group's ranks: the servers are not among them.
     group, _ = c10d._new_process_group_helper(
         world_size,

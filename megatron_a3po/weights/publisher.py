@@ -2,9 +2,10 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,16 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
-from megatron_a3po.parallel.messages import gather_json
+from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.checksums import compare_servers
+from megatron_a3po.weights.checksums import check_servers
 from megatron_a3po.weights.joining import in_daemon_thread
 from megatron_a3po.weights.pipeline import BucketPipeline
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.problems import EXPECTED, describe
-from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.weights.problems import EXPECTED, describe, problem_of
+from megatron_a3po.weights.receivers import CallBack, Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals, Stopped
 
 _publications = itertools.count()
@@ -44,6 +45,9 @@ class Transport(Protocol):
     why_not: str
     """What to tell the user when this one has to take over"""
 
+    def prepare(self, members: Members) -> None:
+        """On every rank, before each attempt. Raises PublishError on all of them."""
+
     def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         """On the owner, for its buckets in order. `buffer` [bucket.nbytes] uint8 is free again afterwards."""
 
@@ -53,7 +57,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """After an error, on every rank: leave nothing open at the servers. Raises nothing that was to be expected."""
+        """After a failed attempt, on every rank: go on without what it has left. Raises nothing, waits for nothing."""
 
 
 class WeightPublisher:
@@ -106,25 +110,51 @@ class WeightPublisher:
     def publish(self, version: int) -> dict[str, float]:
         """Give every server the present weights as `version`; returns metrics. Collective. Raises PublishError.
 
-        An error on one rank is raised on all of them. Then generation stays paused: a server that holds half of an
-        update must not go on sampling.
+        A server that fails is put into quarantine, and the others are published to again; one that was in quarantine
+        and answers again takes part. An error, when they are too few, is raised on all ranks. Then a server that holds
+        parts of a version stays paused, and one that holds a whole one goes on.
         """
         with self._timer.phase("publish"):
-            reason = self._attempt(version)
+            reason = self._publish(version, call_back="due")
             if reason is not None and self._fallback is not None:
                 logger.error("version %d was not published: %s\n%s", version, reason, self._fallback.why_not)
-                self._transport.abandon()
                 self._transport, self._fallback = self._fallback, None
-                if (second := self._attempt(version)) is not None:
-                    reason = f"{reason}; then: {second}"
-                else:
-                    reason = None
+                second = self._publish(version, call_back="all")
+                reason = f"{reason}; then: {second}" if second is not None else None
+        if self._receivers is not None:
+            self._receivers.end_publication()
         if reason is not None:
             raise PublishError(f"version {version} was not published: {reason}")
-        return {"published_bytes": float(self.plan.nbytes), "publish_buckets": float(len(self.plan.buckets))}
+        counts = self._receivers.counts() if self._receivers is not None else {}
+        return {
+            "published_bytes": float(self.plan.nbytes),
+            "publish_buckets": float(len(self.plan.buckets)),
+            **counts,
+        }
 
-    def _attempt(self, version: int) -> str | None:
+    def _publish(self, version: int, *, call_back: CallBack) -> str | None:
+        """In as many attempts as servers that fail make necessary. Why it failed, the same on every rank."""
+        reason = self._attempt(version, call_back)
+        while reason is not None:
+            recovery = self._receivers.recover(version) if self._receivers is not None else ""
+            recovery = broadcast_json(recovery, self._control)
+            if recovery == "done":
+                return None
+            self._transport.abandon()
+            if recovery == "failed":
+                return reason
+            again = self._attempt(version, "none")
+            reason = f"{reason}; then: {again}" if again is not None else None
+        return None
+
+    def _attempt(self, version: int, call_back: CallBack) -> str | None:
         """Why it failed, the same on every rank; None if it did not."""
+        members, reason = broadcast_json(self._muster(call_back), self._control)
+        if reason is None:
+            # Its errors are the same on all ranks.
+            reason = problem_of(lambda: self._transport.prepare(Members(**members)))
+        if reason is not None:
+            return str(reason)
         name = f"publication {next(_publications)}"
         signals, sending, announcing = (Signals(store, name) for store in self._stores)
         announcer = None
@@ -133,10 +163,25 @@ class WeightPublisher:
         self._send_own(signals, sending)
         if announcer is not None:
             announcer.result()
-        reasons = gather_json(signals.stop_reason(), self._control)
+        reason = signals.stop_reason()
+        if reason is not None and self._receivers is not None:
+            # Before any rank leaves its group, which the servers will feel.
+            self._receivers.close_case()
+        reasons = gather_json(reason, self._control)
         for told in (signals, sending, announcing):
             told.forget()
         return next((text for text in reasons if text is not None), None)
+
+    def _muster(self, call_back: CallBack) -> tuple[dict[str, Any], str | None]:
+        """On rank 0: who takes part, or why there are too few."""
+        receivers = self._receivers
+        if receivers is None:
+            return {}, None
+        if (reason := problem_of(lambda: receivers.muster(call_back=call_back))) is not None:
+            return {}, reason
+        return asdict(
+            Members(urls=receivers.urls, world_size=receivers.group_world_size, number=receivers.membership)
+        ), None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the present weights as they are published, on rank 0. To be gone through by every rank."""
@@ -181,8 +226,10 @@ class WeightPublisher:
         try:
             self._transport.deliver(version, signals, self._timer)
             with self._timer.phase("publish/checksums"):
-                compare_servers(self._receivers, version)
+                self._receivers.flush()
+                check_servers(self._receivers, version)
             with self._timer.phase("publish/resume"):
+                self._receivers.confirm(version)
                 self._receivers.resume()
         except Stopped:
             pass

@@ -63,7 +63,7 @@ def _received(server: ScriptedServer, receiver: Receiver) -> list[dict[str, Any]
         groups.add(request["group_name"])
         sizes.append(len(buffer))
         if "weight_version" in request:
-            assert request["flush_cache"]
+            assert not request["flush_cache"]
             publications.append(
                 {
                     "version": request["weight_version"],
@@ -160,7 +160,7 @@ def _start() -> None:
 def _configuration(case: Case, folder: str) -> Any:
     from tests.distributed.parity import configuration
 
-    publish = {"bucket_bytes": BUCKET_BYTES, "timeout_seconds": 30.0}
+    publish = {"bucket_bytes": BUCKET_BYTES, "timeout_seconds": 30.0, "fallback": False}
     path = Path(folder) / case.family
     return configuration(Case(family=case.family, parallel=case.parallel, settings={"publish": publish}), path)
 

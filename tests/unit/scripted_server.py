@@ -29,6 +29,8 @@ class ScriptedServer:
     def __init__(self, *, version: str = "default", receiver: "Receiver | None" = None) -> None:
         self.version = version
         """Label of the weights, changed by an update."""
+        self.startup_time = 1.5
+        """Of the process, which has another one when it is started again."""
         self.receiver = receiver
         """Who takes part in the weight-update group; None: groups and updates succeed without anything received."""
         self.generation_seconds: Callable[[int], float] = lambda _: 0.0
@@ -113,7 +115,8 @@ class ScriptedServer:
         return web.json_response({"weight_version": self.version})
 
     async def _server_info(self, _: Json) -> web.Response:
-        return web.json_response({"tp_size": 1, "enable_priority_scheduling": True, "max_running_requests": 16})
+        answer = {"tp_size": 1, "enable_priority_scheduling": True, "max_running_requests": 16}
+        return web.json_response(answer | {"startup_time": self.startup_time})
 
     async def _pause_generation(self, _: Json) -> web.Response:
         self._running.clear()
@@ -145,6 +148,12 @@ class ScriptedServer:
     async def _update_weights_from_disk(self, body: Json) -> web.Response:
         self.version = body.get("weight_version", self.version)
         return success()
+
+    async def _flush_cache(self, _: Json) -> web.Response:
+        return web.Response(text="Cache flushed.")
+
+    async def _abort_request(self, _: Json) -> web.Response:
+        return web.Response()
 
     async def _weights_checker(self, _: Json) -> web.Response:
         rank = {"checksums": self.checksums, "per_gpu_checksum": "1234", "parallelism_info": self.parallelism}

@@ -12,7 +12,7 @@ import pytest_asyncio
 from megatron_a3po.data.buffer import StalenessBuffer
 from megatron_a3po.data.ledger import Ledger
 from megatron_a3po.data.prompts import Prompt
-from megatron_a3po.errors import RewardError, RolloutError, RolloutServerDied, VersionError
+from megatron_a3po.errors import RewardError, RolloutError, RolloutServerDied
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.pool import ServerPool
@@ -67,6 +67,11 @@ class Rollouts:
 
     def publish(self, version: int) -> None:
         self.server.version = str(version)
+        self.confirm(version)
+
+    def confirm(self, version: int) -> None:
+        """As after a publication."""
+        self.pool.states.confirm(version)
         self.collector.set_version(version)
 
     async def next_batch(self) -> list[Trajectory]:
@@ -374,7 +379,7 @@ async def test_a_group_with_another_number_of_responses_is_an_error(rollouts: Ro
 
 
 async def test_tokens_of_a_server_that_never_got_a_version_are_an_error(rollouts: Rollouts) -> None:
-    rollouts.collector.set_version(0)
+    rollouts.confirm(0)
     rollouts.server.version = "default"
     rollouts.collector.start()
 
@@ -383,11 +388,11 @@ async def test_tokens_of_a_server_that_never_got_a_version_are_an_error(rollouts
 
 
 async def test_tokens_from_the_future_are_an_error(rollouts: Rollouts) -> None:
-    rollouts.collector.set_version(0)
+    rollouts.confirm(0)
     rollouts.server.version = "3"
     rollouts.collector.start()
 
-    with pytest.raises(VersionError, match="version 3"):
+    with pytest.raises(RolloutError, match="version 3"):
         await rollouts.next_batch()
 
 

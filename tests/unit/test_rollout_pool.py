@@ -51,6 +51,7 @@ async def start_pool() -> AsyncIterator[StartPool]:
         *urls: str, timeout_seconds: float = 5.0, find_dead: Callable[[], str | None] = lambda: None
     ) -> ServerPool:
         pools.append(ServerPool(list(urls), timeout_seconds=timeout_seconds, find_dead=find_dead))
+        pools[-1].states.confirm(0)  # as after a publication
         return pools[-1]
 
     yield start

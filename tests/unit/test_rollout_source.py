@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.errors import VersionError
+from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.signals import Preemption
@@ -69,13 +70,15 @@ def server() -> Iterator[ScriptedServer]:
 class Run:
     """One life of a run on rank 0, as the training loop lives it, without a trainer."""
 
-    def __init__(self, source: RolloutSource, server: ScriptedServer) -> None:
-        self.source, self.server = source, server
+    def __init__(self, source: RolloutSource, control: ServerControl, server: ScriptedServer) -> None:
+        self.source, self.control, self.server = source, control, server
         self.version = 0
 
     def publish(self, version: int) -> None:
         self.version = version
+        self.control.pool.states.begin_update()
         self.server.version = str(version)
+        self.control.confirm(version)
         self.source.set_version(version)
 
     def step(self) -> list[str]:
@@ -118,9 +121,10 @@ def start(
             ),
         )
         with RolloutSource(config, rank=0, waiting=waiting, timer=PhaseTimer(), preemption=preemption) as source:
-            source.connect(lambda message: None)
+            control = source.connect(lambda message: None)
+            assert control is not None
             source.restore(state)
-            run = Run(source, server)
+            run = Run(source, control, server)
             restored = state.version if state is not None else 0
             run.publish(restored if version is None else version)
             yield run

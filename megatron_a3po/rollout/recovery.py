@@ -1,0 +1,80 @@
+"""How servers get out of a publication that failed, and back into one after a quarantine."""
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.client import RequestRefused
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.protocol import ServerInfo
+from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.runtime.logging import logger
+
+GRACE_SECONDS = 5.0
+"""For the answer of a server that only waited for the one that failed"""
+_RETURN_SECONDS = 10.0
+
+
+async def undo_publication(pool: ServerPool, participants: Sequence[Server], group_names: Sequence[str]) -> None:
+    """After a failure: nobody stays in a group or a session, and those that hold a whole version go on sampling.
+
+    Whoever does not answer to that goes into quarantine. Whoever holds parts of a version stays paused.
+    """
+    pool.case_closed = True
+
+    async def undo(server: Server) -> None:
+        try:
+            await _leave(pool, server, group_names)
+            if server.error is None and server.is_whole:
+                await pool.post(server, "/continue_generation", {}, GRACE_SECONDS)
+        except RolloutError as error:
+            pool.states.quarantine(server, error)
+
+    await asyncio.gather(*map(undo, participants))
+
+
+async def call_back(pool: ServerPool, group_names: Sequence[str], *, at_once: bool) -> None:
+    """Have servers in quarantine that answer again take part: they leave what they were in, and drop their requests,
+    which were given to others. Nothing is continued there. at_once: also those that failed often."""
+
+    async def ask(server: Server) -> None:
+        if server.skips > 0 and not at_once:
+            server.skips -= 1
+            return
+        try:
+            async with asyncio.timeout(_RETURN_SECONDS):
+                info = await _returned(pool, server, group_names)
+        except (RolloutError, TimeoutError) as error:
+            logger.debug("%s stays in quarantine: %r", server.url, error)
+            pool.states.keep_out(server, error)
+        else:
+            pool.states.take_back(server, info)
+
+    await asyncio.gather(*map(ask, pool.states.quarantined))
+
+
+async def _returned(pool: ServerPool, server: Server, group_names: Sequence[str]) -> ServerInfo:
+    info = await server.client.server_info()
+    if (problem := pool.unusable(server, info)) is not None:
+        raise RolloutError(problem)
+    await _leave(pool, server, group_names)
+    await pool.post(server, "/abort_request", {"abort_all": True}, GRACE_SECONDS)
+    return info
+
+
+async def _leave(pool: ServerPool, server: Server, group_names: Sequence[str]) -> None:
+    """Raises RolloutError when the server does not answer."""
+    try:
+        async with asyncio.timeout(GRACE_SECONDS), server.calls:
+            pass
+    except TimeoutError:
+        if server.call is not None:
+            server.call.cancel()
+        raise RolloutError(f"{server.url} gave no answer to a call of the publication") from None
+    undo = [("/destroy_weights_update_group", {"group_name": name}) for name in group_names]
+    for path, body in [*undo, ("/end_weight_update", {})]:
+        try:
+            await pool.post(server, path, body, GRACE_SECONDS)
+        except RequestRefused as error:
+            # 400 is the answer where there is nothing to undo.
+            logger.debug("undone already: %s", error)

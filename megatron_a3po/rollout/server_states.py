@@ -1,0 +1,207 @@
+"""What the run knows of each rollout server, and whether that is enough to go on. Lives in the pool's event loop."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+
+from megatron_a3po.errors import RolloutError, RolloutServerDied
+from megatron_a3po.rollout.client import SGLangClient
+from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
+from megatron_a3po.runtime.logging import logger
+
+_MAX_SKIPPED = 31
+
+
+class Quarantined(RolloutError):
+    """The server was put into quarantine before it had answered."""
+
+
+class Server:
+    """One rollout server. Only `ServerStates` changes what is said here of its weights and its quarantine."""
+
+    def __init__(self, client: SGLangClient) -> None:
+        self.client = client
+        self.info: ServerInfo | None = None
+        """As the server described itself when the run met it, or met it again"""
+        self.version: int | None = None
+        """The last version that it was confirmed to hold as a whole; None: none since the run met it."""
+        self.is_whole = False
+        """`version` is what it holds: no part of another one has been sent to it since"""
+        self.error: RolloutError | None = None
+        """Why it is in quarantine, if it is"""
+        self.is_suspect = False
+        """A connection to it was lost: another process may answer there by now."""
+        self.calls = asyncio.Lock()
+        """Control calls go one after the other: what undoes a call must not overtake it."""
+        self.call: asyncio.Task[object] | None = None
+        """The control call under way"""
+        self.failures = 0
+        """In a row, without a confirmed version in between"""
+        self.skips = 0
+        """So many publications pass before it is tried again."""
+        self.is_returning = False
+        self._out = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @property
+    def is_routable(self) -> bool:
+        return self.error is None and self.version is not None
+
+    async def unless_quarantined[T](self, work: Awaitable[T]) -> T:
+        """The result of `work`. Raises Quarantined, and cancels it, when this server goes into quarantine before."""
+        out = self._out
+        task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(out.wait())
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if out.is_set():
+                raise Quarantined(f"{self.url} was put into quarantine")
+            return task.result()
+        finally:
+            task.cancel()
+            leaving.cancel()
+
+    def leave(self, error: RolloutError) -> None:
+        self.error, self.version, self.is_whole, self.is_suspect = error, None, False, False
+        self.is_returning = False
+        self.skips = min(2**self.failures - 1, _MAX_SKIPPED)
+        self.failures += 1
+        self._out.set()
+
+    def come_back(self, info: ServerInfo) -> None:
+        """Answers again, with weights that nobody knows."""
+        self.error, self.info, self.is_returning = None, info, True
+        self._out = asyncio.Event()
+
+    def label_problem(self, responses: Sequence[GenerateResponse], confirmed: int) -> RolloutError | None:
+        """What is wrong with the version labels of responses to a request that was sent when `confirmed` was; the
+        newest that may have sampled them is the one that is confirmed now."""
+        for response in responses:
+            for span in response.meta_info.weight_versions:
+                known = span.version.isdecimal() and self.version is not None
+                if not known or not confirmed <= int(span.version) <= (self.version or 0):
+                    return RolloutError(
+                        f"{self.url} sampled tokens with weight version {span.version}, but {confirmed} to "
+                        f"{self.version} were confirmed there; was it restarted, or does another client publish to it?"
+                    )
+        return None
+
+
+class ServerStates:
+    """Decides which servers take part, which may be asked for responses, and when they are too few."""
+
+    def __init__(self, servers: Sequence[Server], min_servers: int | None = None) -> None:
+        """min_servers: None: all of them."""
+        self.servers = tuple(servers)
+        self.min_servers = len(servers) if min_servers is None else min_servers
+        self.membership = 0
+        """Another number whenever others take part in publications than before"""
+        self.num_resyncs = 0
+        self._quarantined: list[Server] = []
+        self._publishing = False
+        self._failure: RolloutError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def members(self) -> list[Server]:
+        """Those that are not in quarantine"""
+        return [server for server in self.servers if server.error is None]
+
+    @property
+    def quarantined(self) -> list[Server]:
+        """In the order in which they were put there"""
+        return list(self._quarantined)
+
+    @property
+    def enough(self) -> bool:
+        return len(self.members) >= self.min_servers
+
+    def quarantine(self, server: Server, error: RolloutError) -> None:
+        """Nothing is sampled there any more, until a publication has succeeded there."""
+        if server.error is not None:
+            return
+        server.leave(error)
+        self._quarantined.append(server)
+        self.membership += 1
+        logger.warning(
+            "%s; %s is in quarantine, %d of %d rollout servers are left",
+            error,
+            server.url,
+            len(self.members),
+            len(self.servers),
+        )
+        if not self._publishing:
+            self.fail_if_too_few()
+        self._tell()
+
+    def take_back(self, server: Server, info: ServerInfo) -> None:
+        server.come_back(info)
+        self._quarantined.remove(server)
+        self.membership += 1
+
+    def keep_out(self, server: Server, error: BaseException) -> None:
+        """It answered, and still cannot take part; without an answer, asking costs nothing."""
+        if not isinstance(error, RolloutServerDied):
+            server.skips = min(2**server.failures - 1, _MAX_SKIPPED)
+            server.failures += 1
+
+    def begin_publication(self) -> None:
+        """Until its end, the publisher decides whether the servers are too few: another way to them may be left."""
+        self._publishing = True
+
+    def end_publication(self) -> None:
+        self._publishing = False
+        self.fail_if_too_few()
+
+    def begin_update(self) -> None:
+        """From now on, no member is known to hold a version as a whole."""
+        for server in self.members:
+            server.is_whole = False
+
+    def confirm(self, version: int) -> None:
+        """All members hold all of `version`, and nothing else."""
+        for server in self.members:
+            server.version, server.is_whole, server.failures = version, True, 0
+            if server.is_returning:
+                server.is_returning = False
+                self.num_resyncs += 1
+                logger.info("%s is back, with version %d", server.url, version)
+        self._tell()
+
+    def fail_if_too_few(self) -> None:
+        if not self.enough and self._failure is None:
+            *others, last = [server.error for server in self._quarantined if server.error is not None]
+            text = str(last)
+            if len(self.servers) > 1:
+                text += (
+                    f"; {len(self.members)} of {len(self.servers)} rollout servers are left, fewer than "
+                    f"publish.min_servers = {self.min_servers}"
+                )
+            text += "".join(f"; before: {error}" for error in others)
+            self._failure = type(last)(text)
+            self._tell()
+
+    def raise_if_too_few(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def wait_until_too_few(self) -> None:
+        """Raises RolloutError then."""
+        while True:
+            self.raise_if_too_few()
+            await self.wait_for_change()
+
+    async def wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def counts(self) -> dict[str, float]:
+        return {
+            "servers_healthy": float(sum(server.is_routable for server in self.servers)),
+            "servers_quarantined": float(len(self.quarantined)),
+            "server_resyncs": float(self.num_resyncs),
+        }
+
+    def _tell(self) -> None:
+        self._changed.set()
