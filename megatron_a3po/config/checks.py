@@ -18,6 +18,7 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
     return [
         *_device(config),
         *_servers(config),
+        *_quarantine(config),
         *data_mistakes(config),
         *_training(config),
         *_optimizer(config),
@@ -67,6 +68,29 @@ def _servers(config: RunConfig) -> Iterator[Mistake]:
     plain = [url.rstrip("/").lower() for url in config.rollout.servers]
     for url in sorted({url for url in plain if plain.count(url) > 1}):
         yield Mistake("rollout.servers", url, "stands there twice", "name every server once")
+
+
+def _quarantine(config: RunConfig) -> Iterator[Mistake]:
+    number = 1 if config.rollout.servers == "local" else len(config.rollout.servers)
+    least = config.publish.min_servers
+    if least is not None and least > number:
+        yield Mistake(
+            "publish.min_servers",
+            least,
+            f"the run has {number} rollout server{'s' if number != 1 else ''}",
+            f"use at most {number}, or remove this key",
+            ("rollout.servers",),
+        )
+    flag = "--disable-radix-cache"
+    is_local = config.rollout.servers == "local"
+    if config.publish.pause_mode == "in_place" and is_local and flag not in config.rollout.server_arguments:
+        yield Mistake(
+            "publish.pause_mode",
+            "in_place",
+            "the server's radix cache would keep the keys and values of old weights",
+            f"add {flag} to `rollout.server_arguments`, or use `retract`",
+            ("rollout.server_arguments",),
+        )
 
 
 def _training(config: RunConfig) -> Iterator[Mistake]:

@@ -1,0 +1,280 @@
+"""Servers that fail while weights are published to them: who is left out, who goes on, and how they come back."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+from torch import Tensor
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.rollout import control as control_module
+from megatron_a3po.rollout import recovery
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.protocol import generate_request
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.signals import Signals
+from megatron_a3po.weights.transport import UpdateGroups
+from tests.unit.scripted_server import (
+    Action,
+    Json,
+    Receiver,
+    ScriptedServer,
+    answer,
+    close_connection,
+    hang,
+    refuse,
+    start_receiver,
+)
+from tests.unit.test_publisher import (  # noqa: F401
+    UPDATE,
+    OneRank,
+    control,
+    default_group,
+    first_receiver,
+    forget_buffers,
+    large_tensors,
+    make_publisher,
+    second_receiver,
+    serve,
+    some_tensors,
+)
+
+REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
+CONTINUE = "/continue_generation"
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(control_module, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(control_module, "_FLUSH_SECONDS", 0.001)
+
+
+class Run:
+    """A publisher of one rank and its servers, of which one is enough."""
+
+    def __init__(self, servers: list[ScriptedServer], receivers: ServerControl, publisher: WeightPublisher) -> None:
+        self.servers, self.receivers, self.publisher = servers, receivers, publisher
+
+    def publish(self, version: int) -> dict[str, float]:
+        start = time.monotonic()
+        try:
+            return self.publisher.publish(version)
+        finally:
+            assert time.monotonic() - start < 25.0
+
+    def sampled(self) -> tuple[set[str], set[int]]:
+        """URLs of the servers that answer requests, and the version labels of what is accepted."""
+        before = [len(server.bodies("/generate")) for server in self.servers]
+        responses = [self.receivers.loop.run(self.receivers.pool.generate(REQUEST), 10.0)[0] for _ in range(4)]
+        asked = {
+            server.url
+            for server, count in zip(self.servers, before, strict=True)
+            if len(server.bodies("/generate")) > count
+        }
+        return asked, {int(span.version) for response in responses for span in response.meta_info.weight_versions}
+
+    @property
+    def quarantined(self) -> list[str]:
+        return [server.url for server in self.receivers.pool.states.quarantined]
+
+
+@contextmanager
+def running(
+    *receivers: Receiver | None, large: bool = False, timeout_seconds: float = 3.0, min_servers: int = 1
+) -> Iterator[Run]:
+    source = OneRank(large_tensors if large else some_tensors, 120)
+    with (
+        serve(*receivers) as servers,
+        control(*(server.url for server in servers), min_servers=min_servers) as weight_receivers,
+        make_publisher(source, weight_receivers, timeout_seconds) as publisher,
+    ):
+        yield Run(servers, weight_receivers, publisher)
+
+
+@contextmanager
+def after_version_zero(first: Receiver, second: Receiver, **options: object) -> Iterator[Run]:
+    with running(first, second, **options) as run:  # type: ignore[arg-type]
+        run.publish(0)
+        yield run
+
+
+@contextmanager
+def nothing_is_sent() -> Iterator[None]:
+    """Servers are told of buckets, and no group is built."""
+
+    def send(_: object, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+        signals.tell(f"ready {bucket.number}")
+
+    def announce(groups: UpdateGroups, bucket: Bucket, version: int, signals: Signals) -> None:
+        assert groups._receivers is not None
+        groups._receivers.update({"flush_cache": False, "weight_version": str(version)}, 5.0).result(5.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UpdateGroups, "prepare", lambda *_: None)
+        patch.setattr(UpdateGroups, "send", send)
+        patch.setattr(UpdateGroups, "_announce", announce)
+        yield
+
+
+FAULTS: dict[str, tuple[str, Action]] = {
+    "refuses the group": ("/init_weights_update_group", refuse(400, "no such group")),
+    "refuses the pause": ("/pause_generation", refuse(500, "no such mode")),
+    "refuses to begin": ("/begin_weight_update", refuse(400, "a session is open")),
+    "refuses before the broadcast": (UPDATE, refuse(400, "unknown dtype")),
+    "dies in the update": (UPDATE, close_connection),
+    "answers that it failed": (UPDATE, answer({"success": False, "message": "unknown name"})),
+    "refuses the end": ("/end_weight_update", refuse(500, "out of memory")),
+    "dies at the end": ("/end_weight_update", close_connection),
+    "cannot flush": ("/flush_cache", refuse(400, "Flush cache failed.")),
+    "has no checksums": ("/weights_checker", refuse(400, "disabled")),
+    "tells of no version": ("/model_info", refuse(500, "busy")),
+    "has another version": ("/model_info", answer({"weight_version": "7"})),
+    "does not continue": (CONTINUE, refuse(500, "no such mode")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
+    fault: str,
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path, action = FAULTS[fault]
+    with after_version_zero(first_receiver, second_receiver) as run:
+        first, second = run.servers
+        if path == "/init_weights_update_group":  # groups are built when others take part than before
+            run.receivers.pool.states.membership += 1
+        continued = second.paths().count(CONTINUE)
+        second.script(path, action)
+        metrics = run.publish(1)
+
+        assert run.quarantined == [second.url] and second.url in caplog.text
+        assert (metrics["servers_healthy"], metrics["servers_quarantined"], metrics["server_resyncs"]) == (1, 1, 0)
+        assert first.version == "1"
+        assert run.sampled() == ({first.url}, {1})
+        assert second.paths().count(CONTINUE) == continued + (path == CONTINUE), "it was not continued"
+
+        second.script(path, action, range(0))
+        second.startup_time += 1.0
+        metrics = run.publish(2)
+        assert (metrics["servers_healthy"], metrics["servers_quarantined"], metrics["server_resyncs"]) == (2, 0, 1)
+        assert first.version == second.version == "2"
+        assert run.sampled()[1] == {2}
+    # Each received everything of the last version.
+    assert first_receiver.buffers[-1] == second_receiver.buffers[-1]
+
+
+def test_a_silent_server_is_left_out_within_the_timeout(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    with after_version_zero(first_receiver, second_receiver, large=True) as run:
+        run.servers[1].script(UPDATE, hang)
+        run.publish(1)
+        assert run.quarantined == [run.servers[1].url]
+        assert run.sampled() == ({run.servers[0].url}, {1})
+
+
+def test_a_400_after_the_weights_have_changed_leaves_the_server_out_though_it_says_the_new_version(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    with after_version_zero(first_receiver, second_receiver) as run:
+        second = run.servers[1]
+
+        async def change_and_refuse(_: web.Request, body: Json) -> web.StreamResponse:
+            await asyncio.to_thread(second_receiver.call, "receive", body)
+            second.version = body.get("weight_version", second.version)
+            status = 400 if "weight_version" in body else 200
+            return web.json_response({"success": status == 200, "message": "cache not flushed"}, status=status)
+
+        second.script(UPDATE, change_and_refuse)
+        run.publish(1)
+        assert second.version == "1" and run.quarantined == [second.url]
+        assert run.sampled() == ({run.servers[0].url}, {1})
+
+
+def test_a_flush_that_fails_a_few_times_is_tried_again(first_receiver: Receiver) -> None:  # noqa: F811
+    with running(first_receiver) as run:
+        run.servers[0].script("/flush_cache", refuse(400, "Flush cache failed."), calls=range(1, 6))
+        run.publish(0)
+        assert run.servers[0].paths().count("/flush_cache") == 6 and run.quarantined == []
+        run.servers[0].script("/flush_cache", refuse(400, "Flush cache failed."))
+        with pytest.raises(PublishError, match=r"Flush cache failed.*6 times"):
+            run.publish(1)
+
+
+def test_of_three_servers_the_one_that_holds_other_weights_is_left_out() -> None:
+    with running(None, None, None) as run:
+        run.servers[1].checksums = {"model.norm.weight": "0bad"}
+        with nothing_is_sent():
+            run.publish(0)
+        assert run.quarantined == [run.servers[1].url]
+
+
+def test_a_receiver_that_is_killed_in_a_broadcast_costs_its_server_only(
+    first_receiver: Receiver,  # noqa: F811
+) -> None:
+    with start_receiver() as mortal, after_version_zero(first_receiver, mortal, large=True) as run:
+
+        async def die(_: web.Request, body: Json) -> web.StreamResponse:
+            mortal.kill()
+            raise ConnectionResetError("the scheduler was killed")
+
+        run.servers[1].script(UPDATE, die)
+        run.publish(1)
+        run.publish(2)
+        assert run.quarantined == [run.servers[1].url]
+        assert run.sampled() == ({run.servers[0].url}, {2})
+
+
+def test_with_too_few_servers_the_publication_is_an_error_that_names_them_all(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        servers[0].script("/begin_weight_update", refuse(400, "a session is open"))
+        servers[1].script(UPDATE, refuse(400, "unknown dtype"))
+        with (
+            pytest.raises(PublishError, match=rf"{servers[0].url}.*session is open.*{servers[1].url}.*unknown dtype"),
+            control(*(server.url for server in servers), min_servers=1) as receivers,
+            make_publisher(OneRank(some_tensors, 120), receivers, 3.0) as publisher,
+        ):
+            publisher.publish(0)
+        assert all(CONTINUE not in server.paths() for server in servers)
+
+
+def test_after_a_failed_publication_only_servers_that_hold_a_whole_version_are_continued(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    with serve(first_receiver, second_receiver) as servers:
+        with control(*(server.url for server in servers)) as receivers:
+            publisher = make_publisher(OneRank(some_tensors, 120), receivers, 3.0)
+            publisher.publish(0)
+            servers[1].script("/begin_weight_update", refuse(400, "a session is open"))
+            with pytest.raises(PublishError, match="a session is open"):
+                publisher.publish(1)
+        # The first still holds all of version 0; of the second, nothing is known.
+        assert [server.paths().count(CONTINUE) for server in servers] == [2, 1]
+        assert servers[0].paths()[-2:] == ["/end_weight_update", CONTINUE]
+        assert [server.version for server in servers] == ["0", "0"]
+
+
+def test_a_server_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:
+    with nothing_is_sent(), running(None, None) as run:
+        first, second = run.servers
+        second.script("/begin_weight_update", refuse(400, "a session is open"))
+        tried = []
+        for version in range(16):
+            before = second.paths().count("/begin_weight_update")
+            run.publish(version)
+            if second.paths().count("/begin_weight_update") > before:
+                tried.append(version)
+        assert tried == [0, 1, 3, 7, 15] and first.version == "15"
