@@ -182,9 +182,12 @@ def _reject(quarantine: Quarantine, problem: RowProblem, row: SourceRow) -> None
 def _rows_with_progress(path: Path, split: str | None) -> Iterator[SourceRow]:
     from tqdm import tqdm
 
+    class Bar(tqdm):
+        monitor_interval = 0  # starts no thread
+
     source = open_source(path, split)
     stream = screen() or sys.stderr
-    with tqdm(
+    with Bar(
         total=source.size,
         desc=f"reading {path.name}",
         unit=source.unit,

@@ -22,7 +22,8 @@ MAY_CHANGE = (
     *("run_dir", "resume", "device", "num_steps", "parallel.*", "checkpoint.*", "evaluation.*", "publish.*"),
     *("actor.microbatch_tokens", "actor.oversized", "actor.output_layer", "actor.activation_recompute"),
     *("actor.collective_timeout_seconds", "rollout.servers", "rollout.server_arguments", "rollout.*timeout*"),
-    "rollout.max_concurrent_groups",
+    *("rollout.max_concurrent_groups", "reward.timeout_seconds", "reward.max_workers", "reward.worker_memory_bytes"),
+    "reward.max_failed_share",
 )
 """Keys that a resumed run may have changed: where and how fast it runs and what it reports, not what it learns."""
 

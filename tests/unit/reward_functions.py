@@ -120,3 +120,11 @@ def _daemons(argument: str) -> None:
     while len(pids.read_text().split() if pids.exists() else []) < 3:
         time.sleep(0.01)
     time.sleep(600)
+
+
+def wrong_for_odd_rows(sample: Sample) -> tuple[float, str]:
+    """Fails for one prompt, and finds the others right where their number is even."""
+    number = int(sample.prompt_id.split("/")[1])
+    if number == sample.row["broken"]:
+        raise ValueError("no reward for this one")
+    return (1.0, "even") if number % 2 == 0 else (0.0, "odd")

@@ -1,6 +1,8 @@
 """Datasets on the disk: every format gives the same prompts, bad rows go to quarantine, and nothing leaks or moves."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,3 +367,14 @@ def test_a_gsm8k_solution_without_an_answer_is_bad(load: Callable[..., PromptSet
 
     (entry,) = quarantine(tmp_path / "run")
     assert entry["reason"] == "wrong_type" and "####" in entry["detail"]
+
+
+def test_the_rows_of_a_large_dataset_are_not_in_memory() -> None:
+    """tools/benchmark_dataset.py has the figures for a million."""
+    tool = Path(__file__).parents[2] / "tools" / "benchmark_dataset.py"
+    run = subprocess.run([sys.executable, tool, "--rows", "60000"], capture_output=True, text=True, check=True)
+    used = json.loads(run.stdout)
+
+    # As Python objects they would take more than twice the file.
+    assert used["file_bytes"] > 30e6
+    assert used["memory_bytes"] < 20e6

@@ -1,0 +1,105 @@
+"""Mistakes in the options of prompts and rewards: found before anything starts, with key, value and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_a3po.config.data_checks import data_mistakes
+from megatron_a3po.rollout.reward_settings import pool_settings, shaping
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "test.parquet", "words.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "saved").mkdir()
+    return tmp_path
+
+
+def found(data: dict[str, Any], reward: dict[str, Any] | None = None) -> list[str]:
+    return [str(mistake) for mistake in data_mistakes(config(data, reward or {}))]
+
+
+def config(data: dict[str, Any], reward: dict[str, Any]) -> RunConfig:
+    sections = {"data": DataConfig(**data), "reward": RewardConfig(**reward)}
+    rollout = RolloutConfig(max_new_tokens=50)
+    return RunConfig(model=Path("m"), run_dir=Path("r"), num_steps=1, rollout=rollout, **sections)
+
+
+TASK = {"task": "spell_backward"}
+FILE: dict[str, Any] = {"path": Path("train.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("data", "reward"),
+    [
+        (TASK, {}),
+        (TASK | {"size": 10, "prompt_pattern": "x"}, {"scorer": "task"}),
+        (FILE, {}),
+        (FILE | {"columns": "gsm8k"}, {"scorer": "math_exact"}),
+        (FILE | {"columns": {"prompt": "q"}}, {"scorer": "tests.unit.reward_functions:length"}),
+        (FILE | {"columns": {"prompt": "q"}}, {"scorer": "http://judge:8000/score"}),
+        ({"path": Path("saved"), "held_out_path": Path("test.parquet"), "held_out_columns": "dapo_math"}, {}),
+        ({"path": Path("saved"), "split": "train", "held_out_split": "test"}, {}),
+        (FILE, {"format_pattern": "<think>.*</think>", "format_penalty": 0.5, "length_penalty": 0.1}),
+    ],
+)
+def test_these_are_right(folder: Path, data: dict[str, Any], reward: dict[str, Any]) -> None:
+    assert found(data, reward) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "message"),
+    [
+        ({}, {}, "data: there are no prompts; give `data.task: NAME`"),
+        (TASK | FILE, {}, "data.path = 'train.jsonl': there is data.task as well; remove one of them"),
+        (TASK | {"split": "train"}, {}, "data.split = 'train': does nothing without `data.path`; remove this key"),
+        (FILE | {"size": 10}, {}, "data.size = 10: does nothing without `data.task`; remove this key"),
+        ({"path": Path("no.jsonl")}, {}, "data.path = 'no.jsonl': there is no such file or folder"),
+        ({"path": Path("words.txt")}, {}, "data.path = 'words.txt': neither .jsonl nor .parquet; convert it"),
+        (FILE | {"held_out_path": Path("no.jsonl")}, {}, "data.held_out_path = 'no.jsonl': there is no such file"),
+        (FILE | {"held_out_split": "test"}, {}, "data.held_out_split = 'test': without data.split these prompts"),
+        (FILE | {"held_out_columns": "gsm8k"}, {}, "data.held_out_columns = 'gsm8k': there is no such dataset"),
+        (FILE | {"columns": {"answer": "a"}}, {}, "no column is the prompt; add `prompt: COLUMN`"),
+        (FILE | {"columns": {"prompt": "q"}}, {}, "no column is the answer that reward.scorer = auto compares with"),
+        (
+            TASK | {"chat_template": False, "enable_thinking": True},
+            {},
+            "data.enable_thinking = True: needs the chat template; remove this key, or `data.chat_template: false`",
+        ),
+        (FILE, {"scorer": "task"}, "reward.scorer = 'task': only prompts of `data.task` have a scorer of their own"),
+        (FILE, {"scorer": "mth"}, "reward.scorer = 'mth': unknown; did you mean `math`?"),
+        (FILE, {"scorer": "llm judge"}, "reward.scorer = 'llm judge': unknown; use auto, task, math, math_exact, mod"),
+        (FILE, {"scorer": "no_such_package:f"}, "there is no module 'no_such_package'; start the run in the folder"),
+        (FILE, {"scorer": "http:///score"}, "reward.scorer = 'http:///score': not a URL; write http://host:port"),
+        (FILE, {"format_pattern": "(", "format_penalty": 1}, "reward.format_pattern = '(': not a regular expression"),
+        (FILE, {"format_pattern": "x"}, "reward.format_pattern = 'x': costs nothing; set `reward.format_penalty`"),
+        (FILE, {"format_penalty": 1}, "reward.format_penalty = 1.0: there is no format; give `reward.format_pattern`"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(
+    folder: Path, data: dict[str, Any], reward: dict[str, Any], message: str
+) -> None:
+    (mistake,) = found(data, reward)
+    assert message in mistake
+
+
+def test_a_run_of_a_task_is_rewarded_by_the_task_and_one_of_a_dataset_by_mathematics(folder: Path) -> None:
+    of_task = pool_settings(config(TASK | {"task_options": {"min_word_len": 6}}, {})).spec
+    assert of_task.scorer == "task" and of_task.task is not None
+    assert (of_task.task.name, of_task.task.options) == ("spell_backward", {"min_word_len": 6})
+    assert pool_settings(config(FILE, {})).spec.scorer == "math"
+    assert pool_settings(config(TASK, {"scorer": "math"})).spec.scorer == "math"
+
+
+def test_the_penalties_and_limits_are_those_of_the_configuration(folder: Path) -> None:
+    reward = {"format_pattern": "x", "format_penalty": 0.5, "length_penalty": 0.25, "timeout_seconds": 7}
+    made = config(TASK, reward | {"max_workers": 3, "worker_memory_bytes": None})
+
+    assert (shaping(made).format_penalty, shaping(made).length_penalty, shaping(made).max_new_tokens) == (0.5, 0.25, 50)
+    settings = pool_settings(made)
+    assert (settings.timeout_seconds, settings.max_workers, settings.memory_bytes) == (7, 3, None)
+    assert settings.spec.format_pattern == "x" and settings.log_file == Path("r/logs/rewards.log")
