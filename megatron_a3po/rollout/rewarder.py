@@ -1,7 +1,9 @@
 """From responses to rewarded trajectories."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import batched
 from typing import Protocol
 
 from megatron_a3po.errors import RewardError
@@ -13,6 +15,8 @@ from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
 
 _BAD_FORMAT = "bad_format"
+_CHUNK = 32
+"""Responses of an evaluation that one worker is given at a time."""
 
 
 class ScorerPool(Protocol):
@@ -51,7 +55,8 @@ class Rewarder:
 
         Raises RewardError when these are more than `max_failed_share`.
         """
-        outcomes = await self._pool.score([_samples(item) for item in responses])
+        chunks = batched([_samples(item) for item in responses], _CHUNK)
+        outcomes = [outcome for chunk in await asyncio.gather(*map(self._pool.score, chunks)) for outcome in chunk]
         scored: list[Trajectory] = []
         failed: list[RewardFailure] = []
         for item, outcome in zip(responses, outcomes, strict=True):
