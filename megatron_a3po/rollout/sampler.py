@@ -8,10 +8,11 @@ from typing import Protocol
 
 from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.continuation import Continuation
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import GenerateResponse, generate_request, to_trajectory
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.types import FinishReason, Trajectory
+from megatron_a3po.types import Trajectory
 
 URGENT = 1 << 40
 """Priority of evaluation and checks, which the trainer waits for, over every group's `-group_id`."""
@@ -66,25 +67,30 @@ class Sampler:
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, priority: int, max_new_tokens: int | None = None
     ) -> list[GenerateResponse]:
-        """`num_samples` responses to one prompt, or one to each of several. If one was aborted, all are sampled again:
-        half a response is neither right nor wrong."""
+        """`num_samples` responses to one prompt, or one to each of several. Those that are aborted go on from the
+        tokens that they have: half a response is neither right nor wrong."""
         token_ids = [list(prompt.token_ids) for prompt in prompts]
-        request = generate_request(
+        limit = max_new_tokens or self._max_new_tokens
+        whole = generate_request(
             token_ids if len(prompts) > 1 else token_ids[0],
             num_samples=num_samples,
-            max_new_tokens=max_new_tokens or self._max_new_tokens,
+            max_new_tokens=limit,
             temperature=self._temperature,
             priority=priority,
         )
-        name, expected = f"prompt {prompts[0].prompt_id}", len(prompts) * num_samples
-        for _ in range(_ATTEMPTS):
-            responses = await self._pool.generate(request)
-            if len(responses) != expected:
-                raise RolloutError(f"{name}: {len(responses)} of {expected} responses")
-            aborted = next((r for r in responses if r.meta_info.finish_reason.type is FinishReason.ABORT), None)
-            if aborted is None:
-                return responses
-            logger.warning("%s was aborted (%s); again", name, aborted.meta_info.finish_reason.message)
+        name = f"prompt {prompts[0].prompt_id}"
+        sampled = Continuation([ids for ids in token_ids for _ in range(num_samples)], limit)
+        attempts = 0
+        while attempts < _ATTEMPTS:
+            num_pauses = self._pool.num_pauses
+            parts = await self._pool.generate(sampled.request(whole))
+            if len(parts) != sampled.num_open:
+                raise RolloutError(f"{name}: {len(parts)} of {sampled.num_open} responses")
+            if (reason := sampled.add(parts)) is None:
+                return sampled.responses
+            if self._pool.pause_mode != "abort" or num_pauses == self._pool.num_pauses:
+                attempts += 1
+                logger.warning("%s was aborted (%s); it goes on where it was", name, reason)
         raise RolloutError(f"{name}: the server aborted it {_ATTEMPTS} times; see the server's log")
 
     def _responses(self, prompt: Prompt, group_id: int, responses: Sequence[GenerateResponse]) -> Responses:

@@ -8,7 +8,7 @@ import multiprocessing
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -46,6 +46,8 @@ class ScriptedServer:
         self._script: dict[str, tuple[range, Action]] = {}
         self._running = asyncio.Event()
         self._running.set()
+        self._aborted = asyncio.Event()
+        self._aborting_pauses = 0
 
     async def __aenter__(self) -> Self:
         application = web.Application()
@@ -94,14 +96,25 @@ class ScriptedServer:
         try:
             prompts = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
             sampling = body["sampling_params"]
-            first_version = self.version
-            await asyncio.sleep(self.generation_seconds(number))
+            each = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
+            first_version, pauses = self.version, self._aborting_pauses
+            seconds = self.generation_seconds(number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._aborted.wait()
+            if pauses != self._aborting_pauses:
+                answers = [
+                    response(num_tokens=own["max_new_tokens"] // 2, versions=[first_version], finish_reason="abort")
+                    for own in each
+                    for _ in range(own["n"])
+                ]
+                return web.json_response(answers)
             await self._running.wait()
             versions = [first_version, self.version]
             answers = [
-                response(num_tokens=sampling["max_new_tokens"], versions=versions, seed=sum(prompt))
-                for prompt in prompts
-                for _ in range(sampling["n"])
+                response(num_tokens=own["max_new_tokens"], versions=versions, seed=sum(prompt))
+                for prompt, own in zip(prompts, each, strict=True)
+                for _ in range(own["n"])
             ]
             single = len(answers) == 1 and not isinstance(body["input_ids"][0], list)
             return web.json_response(answers[0] if single else answers)
@@ -118,7 +131,11 @@ class ScriptedServer:
         answer = {"tp_size": 1, "enable_priority_scheduling": True, "max_running_requests": 16}
         return web.json_response(answer | {"startup_time": self.startup_time})
 
-    async def _pause_generation(self, _: Json) -> web.Response:
+    async def _pause_generation(self, body: Json) -> web.Response:
+        if body["mode"] == "abort":
+            self._aborting_pauses += 1
+            self._aborted.set()
+            self._aborted.clear()
         self._running.clear()
         return success()
 

@@ -78,9 +78,9 @@ def serve(*receivers: Receiver | None) -> Iterator[list[ScriptedServer]]:
 
 
 @contextmanager
-def control(*urls: str, min_servers: int | None = None) -> Iterator[ServerControl]:
+def control(*urls: str, min_servers: int | None = None, pause_mode: str = "retract") -> Iterator[ServerControl]:
     async def build() -> ServerPool:
-        return ServerPool(list(urls), timeout_seconds=5.0, min_servers=min_servers)
+        return ServerPool(list(urls), timeout_seconds=5.0, min_servers=min_servers, pause_mode=pause_mode)
 
     loop = EventLoopThread()
     try:
