@@ -46,12 +46,14 @@ def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], secon
     """One step on one line: what a person watches."""
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if "/" not in name)
     accuracy = metrics.get("eval_accuracy")
+    healthy, lost = metrics.get("servers_healthy", 0.0), metrics.get("servers_quarantined", 0.0)
+    servers = f" | servers {healthy:.0f} of {healthy + lost:.0f}" if lost else ""
     return (
         f"step {step:>{len(str(num_steps))}}/{num_steps} | version {metrics['weight_version']:.0f}"
         f" | reward {metrics['reward_mean']:.3f}"
         f" | held-out {'    -' if accuracy is None else f'{accuracy:.3f}'}"
         f" | staleness {metrics['staleness_mean']:.2f} (max {metrics['staleness_max']:.0f})"
         f" | clipped {metrics['clipped_share']:.1%}"
-        f" | {metrics['tokens_per_second']:,.0f} tokens/s"
+        f" | {metrics['tokens_per_second']:,.0f} tokens/s{servers}"
         f" | seconds: {phases}"
     )

@@ -6,6 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from megatron_a3po.runtime.logging import progress_line
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -92,3 +94,11 @@ def test_a_crash_leaves_its_traceback_in_the_file_and_the_screen_is_not_inherite
 
     assert result.stderr == ""
     assert "ValueError: broken" in (tmp_path / "log").read_text()
+
+
+def test_the_progress_line_counts_servers_only_while_one_is_out() -> None:
+    names = ("weight_version", "reward_mean", "staleness_mean", "staleness_max", "clipped_share", "tokens_per_second")
+    metrics = dict.fromkeys(names, 1.0) | {"servers_healthy": 3.0, "servers_quarantined": 0.0}
+
+    assert "server" not in progress_line(1, 9, metrics, {})
+    assert " | servers 3 of 4 | " in progress_line(1, 9, metrics | {"servers_quarantined": 1.0}, {})
