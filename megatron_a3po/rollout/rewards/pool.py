@@ -96,6 +96,7 @@ class RewardPool:
                     found = await self._idle.get()
             except TimeoutError:
                 if not self._starts and len(self._workers) < self._settings.max_workers:
+                    logger.info("responses wait for their rewards: worker %d starts", len(self._workers) + 1)
                     self._start_worker()
                 continue
             if isinstance(found, _Worker):
