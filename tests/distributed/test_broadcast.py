@@ -39,6 +39,7 @@ def _trajectories() -> list[Trajectory]:
             behaviour_logprobs=-torch.rand(response, generator=torch.Generator().manual_seed(index)),
             weight_versions=torch.arange(response) // 2 + 5,
             reward=(0.1, 1 / 3, -1e-300)[index],
+            reward_reason=("right", "", "wrong")[index],
             finish_reason=reasons[index],
         )
         for index, (prompt_id, prompt, response) in enumerate(shapes)

@@ -41,6 +41,7 @@ def trajectory(
         weight_versions=torch.tensor(versions, dtype=torch.int64),
         reward=reward,
         finish_reason=FinishReason.STOP,
+        reward_reason=f"reason_{len(versions)}",
     )
 
 
