@@ -136,11 +136,11 @@ class WeightPublisher:
         """In as many attempts as servers that fail make necessary. Why it failed, the same on every rank."""
         reason = self._attempt(version, call_back)
         while reason is not None:
+            self._transport.abandon()
             recovery = self._receivers.recover(version) if self._receivers is not None else ""
             recovery = broadcast_json(recovery, self._control)
             if recovery == "done":
                 return None
-            self._transport.abandon()
             if recovery == "failed":
                 return reason
             again = self._attempt(version, "none")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
+from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import update_group_name
 from megatron_a3po.weights.buckets import Bucket
@@ -63,7 +64,7 @@ class UpdateGroups:
         self._store: dist.Store | None = None
         self._built: Future[dist.ProcessGroup] | None = None
         self._pending: dist.Work | None = None
-        self._left: list[Any] = []  # the end of a group with a broadcast in it would stop this process
+        self._left: list[tuple[dist.ProcessGroup, dist.Work | None]] = []
 
     def prepare(self, members: Members) -> None:
         """Build the groups, if others take part than before. Raises PublishError on every rank when one cannot be
@@ -128,11 +129,16 @@ class UpdateGroups:
     def close(self) -> None:
         """All ranks, the servers' too, leave together."""
         left = [self._receivers.destroy_group(name) for name in self._names.values()] if self._receivers else []
-        with as_publish_error(f"the weight-update groups with {self._urls} could not be ended"):
+
+        def leave() -> None:
             if self._group is not None:
                 dist.destroy_process_group(self._group)
             for answer in left:
                 answer.result(self._timeout_seconds)
+
+        if (problem := problem_of(leave)) is not None:
+            # All weights have arrived: nobody misses a server that fails now.
+            logger.warning("the weight-update groups with %s could not be ended: %s", self._urls, problem)
 
     def abandon(self) -> None:
         """After an error, before the servers are freed: no group is used again."""
@@ -142,9 +148,14 @@ class UpdateGroups:
     def _leave(self) -> None:
         """Without the others, of whom some may be gone."""
         if self._group is not None:
-            self._group.abort()  # frees NCCL's ranks at once; gloo's when they end the group themselves
-            self._left += [self._group, self._pending]
+            self._group.abort()  # frees NCCL's ranks at once; gloo's when the servers end the group
+            self._left.append((self._group, self._pending))
         self._group = self._pending = self._store = None
+        # The end of a group with a broadcast in it would stop this process.
+        for left in [left for left in self._left if left[1] is None or left[1].is_completed()]:
+            self._left.remove(left)
+            if (problem := problem_of(partial(dist.destroy_process_group, left[0]))) is not None:
+                logger.debug("a group that was left: %s", problem)
 
     @property
     def _urls(self) -> str:
