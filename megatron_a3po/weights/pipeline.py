@@ -29,7 +29,10 @@ class BucketPipeline:
     def take_buffer(self) -> Tensor | None:
         """Wait for a buffer that is not on its way; None when sending has failed."""
         buffer = self._free.get()
-        return None if self._error is not None else buffer
+        if self._error is None:
+            return buffer
+        self._free.put(buffer)  # for the next call, which must not wait for ever
+        return None
 
     def put(self, bucket: Bucket, buffer: Tensor) -> None:
         """Have the first bytes of `buffer` sent, in the order of the calls."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from aiohttp import web
 from torch import Tensor
 
@@ -198,6 +199,22 @@ def test_a_400_after_the_weights_have_changed_leaves_the_server_out_though_it_sa
         run.publish(1)
         assert second.version == "1" and run.quarantined == [second.url]
         assert run.sampled() == ({run.servers[0].url}, {1})
+
+
+def test_a_refusal_of_the_first_of_many_buckets_ends_the_attempt_for_all_of_them(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    tensors = [(f"t{number}", torch.full((4,), float(number))) for number in range(12)]
+    with (
+        serve(first_receiver, second_receiver) as servers,
+        control(*(server.url for server in servers), min_servers=1) as receivers,
+        make_publisher(OneRank(lambda: tensors, 16), receivers, 3.0) as publisher,
+    ):
+        publisher.publish(0)
+        servers[1].script(UPDATE, refuse(400, "unknown dtype"))
+        assert publisher.publish(1)["servers_quarantined"] == 1
+        assert servers[0].version == "1" and len(first_receiver.buffers) >= 24
 
 
 def test_a_flush_that_fails_a_few_times_is_tried_again(first_receiver: Receiver) -> None:  # noqa: F811
