@@ -1,0 +1,138 @@
+"""Weights of many layouts on two real SGLang servers, compared through the servers' own checksums.
+
+What the checksums must be, a server says after reading the expected weights from a Hugging Face folder by itself.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import end_model_parallel, run_ranks
+from tests.distributed.publish_cases import Case, changed_policy, encoded
+from tests.e2e.conftest import SERVER_START_SECONDS
+from tests.e2e.runs import get, post, wait_until
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+_TP2_PP2 = {"tensor": 2, "pipeline": 2}
+LAYOUTS: dict[str, list[dict[str, int]]] = {
+    "qwen3_tied": [{"tensor": 4}, _TP2_PP2, {"pipeline": 2, "virtual_pipeline": 2}],
+    "qwen2": [_TP2_PP2, {"tensor": 2, "context": 2}],
+    "qwen3": [{**_TP2_PP2, "virtual_pipeline": 2}, {"pipeline": 4}],
+    "qwen3_moe": [
+        {"tensor": 2, "expert": 2},
+        {"pipeline": 2, "expert": 2},
+        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+    ],
+}
+
+
+@contextmanager
+def two_servers(model: Path, folder: Path) -> Iterator[list[str]]:
+    from megatron_a3po.rollout.servers import LocalServer
+
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(LocalServer(model, folder / f"server{number}.log", ["--skip-tokenizer-init"]))
+            for number in range(2)
+        ]
+        for server in servers:
+            wait_until(
+                lambda server=server: get(f"{server.url}/ready")[0] == 200, SERVER_START_SECONDS, server.describe_death
+            )
+        yield [server.url for server in servers]
+
+
+def read_from(url: str, folder: Path) -> dict[str, str]:
+    """Checksums of a server after it has read the weights in `folder`."""
+    assert post(f"{url}/update_weights_from_disk", {"model_path": str(folder)})["success"]
+    return checksums(url)
+
+
+def checksums(url: str) -> dict[str, str]:
+    (rank,) = post(f"{url}/weights_checker", {"action": "checksum"})["ranks"]
+    found: dict[str, str] = rank["checksums"]
+    return found
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_servers_hold_the_trainers_weights_whatever_its_layout(family: str, tmp_path: Path) -> None:
+    model, changed = tmp_path / family, tmp_path / "changed"
+    save_tiny_model(family, model)
+    _save_changed(model, changed)
+    cases = [Case(family=family, parallel=layout) for layout in LAYOUTS[family]]
+    with two_servers(model, tmp_path) as urls:
+        former, expected = read_from(urls[0], model), read_from(urls[0], changed)
+        arguments = json.dumps(encoded(cases)), str(tmp_path), json.dumps(urls)
+        output = run_ranks(_publish, 4, *arguments, timeout_seconds=400.0)
+
+    assert len(expected) > 20 and all(former[name] != checksum for name, checksum in expected.items())
+    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"title"')]
+    # Through the groups, and through files.
+    assert [entry["title"] for entry in found] == [case.title for case in cases for _ in range(2)]
+    for entry in found:
+        assert entry["before"] == [former, former], entry["title"]
+        assert entry["after"] == [expected, expected], entry["title"]
+        assert entry["versions"] == ["7", "7"], entry["title"]
+
+
+def _save_changed(model: Path, changed: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, changed)
+    tensors = {name: tensor.float() * 1.25 for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+
+
+def _publish(cases: str, folder: str, urls: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_a3po import cpu
+    from megatron_a3po.parallel.layout import RankInfo, init_distributed
+
+    cpu.install()
+    torch.set_num_threads(1)
+    info = RankInfo.from_environment()
+    init_distributed(info, "cpu", 120.0)
+    for case in [Case(**fields) for fields in json.loads(cases)]:
+        path = Path(folder) / case.family
+        model = changed_policy(case, path)
+        for transport in ("group", "disk"):
+            before = [read_from(url, path) for url in json.loads(urls)] if info.rank == 0 else []
+            _publish_once(case, path, model, json.loads(urls), transport)
+            if info.rank == 0:
+                versions = [json.loads(get(f"{url}/model_info")[1])["weight_version"] for url in json.loads(urls)]
+                result = {
+                    "title": case.title,
+                    "before": before,
+                    "after": [checksums(url) for url in json.loads(urls)],
+                    "versions": versions,
+                }
+                print(json.dumps(result), flush=True)
+        end_model_parallel()
+    dist.destroy_process_group()
+
+
+def _publish_once(case: Case, path: Path, model: Any, urls: list[str], transport: str) -> None:
+    import torch.distributed as dist
+
+    from megatron_a3po.runtime.timing import PhaseTimer
+    from megatron_a3po.weights.building import build_publisher
+    from tests.distributed.parity import configuration
+    from tests.unit.test_publisher import control
+
+    publish = {"bucket_bytes": 100_000, "timeout_seconds": 60.0, "transport": transport, "fallback": False}
+    config = configuration(Case(family=case.family, parallel=case.parallel, settings={"publish": publish}), path)
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    with control(*urls) as receivers:
+        mine = receivers if dist.get_rank() == 0 else None
+        with build_publisher(config, model.chunks, model.groups, mine, group, timer=PhaseTimer()) as publisher:
+            publisher.publish(7)
