@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_a3po.config import RunConfig, load_config, to_yaml
-from megatron_a3po.errors import A3poError, ConfigError
+from megatron_a3po.errors import A3poError, ConfigError, RunFinished
 from megatron_a3po.runtime.processes import die_with_parent, end_process
 from megatron_a3po.runtime.resume import plan_resume
 from megatron_a3po.runtime.run_dir import make_log_folder
@@ -85,9 +85,14 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
     screen = redirect_output(log_file)
     configure_logging(screen if rank == 0 else None)
     try:
+        from megatron_a3po.runtime.recorder import complete_run
         from megatron_a3po.train import train
 
         train(config, preemption)
+    except RunFinished as finished:
+        logger.info("%s", finished)
+        if rank == 0:
+            complete_run(config.run_dir)
     except Preempted as preempted:
         logger.warning("%s", preempted)
         return PREEMPTED_EXIT_CODE

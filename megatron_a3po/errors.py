@@ -9,6 +9,10 @@ class ConfigError(A3poError):
     """The configuration cannot run as written: one message lists every mistake."""
 
 
+class RunFinished(A3poError):
+    """The run has made all of its steps: there is nothing to do, and nothing wrong."""
+
+
 class DataError(A3poError):
     """The task or dataset cannot give the prompts that the run asks for."""
 

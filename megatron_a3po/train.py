@@ -8,7 +8,6 @@ from megatron_a3po.algorithm.advantage import Advantages, compute_advantages, ov
 from megatron_a3po.config import RunConfig, to_yaml
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
 from megatron_a3po.rollout.source import RolloutSource
-from megatron_a3po.runtime.manifest import folder_name
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.recorder import RunRecorder
 from megatron_a3po.runtime.run_dir import claim_run_dir
@@ -48,9 +47,6 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                 rollouts.set_version(actor.version)
                 return published | actor.compare_logprobs(rollouts.sample_fresh())
 
-            def export(name: str) -> None:
-                save_hf_folder(publisher.tensors(), config.model, config.run_dir / name, rank=info.rank)
-
             recorder.start(publish(), rollouts.evaluate() if resumed_step == 0 else None)
             for step in range(resumed_step + 1, config.num_steps + 1):
                 batch = rollouts.next_batch()
@@ -63,10 +59,10 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics["eval_accuracy"] = rollouts.evaluate()
                 recorder.step(step, metrics)
+                # Before the checkpoint: killed in between, the run makes the step and its exports again.
+                for name in config.checkpoint.exports(step, config.num_steps):
+                    save_hf_folder(publisher.tensors(), config.model, config.run_dir / name, rank=info.rank)
                 checkpoints.save_if_due(step, actor, rollouts.state)
-                if config.checkpoint.is_export_due(step):
-                    export(f"exports/{folder_name(step)}")
-            export("model")
         recorder.finish(rollouts.ledger_counts())
 
 

@@ -18,8 +18,11 @@ def _convert(arguments: argparse.Namespace, processes: Processes) -> None:
     from megatron_a3po.conversion.to_megatron import convert_to_megatron
     from megatron_a3po.conversion.verify import verify
 
-    convert_to_megatron(arguments.source, arguments.target, processes)
-    processes.say_written(arguments.target)
+    if arguments.verify and (arguments.target / "config.json").exists():
+        processes.say(f"{arguments.target}: is there already, and is only verified")
+    else:
+        convert_to_megatron(arguments.source, arguments.target, processes)
+        processes.say_written(arguments.target)
     if arguments.verify:
         verify(arguments.source, arguments.target / MEGATRON_WEIGHTS, processes)
 

@@ -19,8 +19,11 @@ def _convert(arguments: argparse.Namespace, processes: Processes) -> None:
 
     source = find_source(arguments.source, arguments.model)
     fp8 = arguments.fp8 == "blockwise"
-    convert_to_hf(source, arguments.target, processes, fp8=fp8)
-    processes.say_written(arguments.target)
+    if arguments.verify and (arguments.target / "config.json").exists():
+        processes.say(f"{arguments.target}: is there already, and is only verified")
+    else:
+        convert_to_hf(source, arguments.target, processes, fp8=fp8)
+        processes.say_written(arguments.target)
     if arguments.verify:
         verify(arguments.target, source.weights, processes, fp8=fp8)
 

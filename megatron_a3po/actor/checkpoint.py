@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_a3po.config import RunConfig, load_architecture, to_yaml
 from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
-from megatron_a3po.errors import CheckpointError, ConfigError
+from megatron_a3po.errors import CheckpointError, ConfigError, RunFinished
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.checkpoints import CheckpointStore, newest_valid
@@ -66,8 +66,8 @@ class CheckpointManager:
     def choose(self) -> int:
         """The step of the first valid checkpoint of the plan, after which the run goes on; 0 for one from the start.
 
-        Says which checkpoints are not valid, and why. Raises ConfigError if none is that the user has named, or if the
-        run has made all of its steps.
+        Says which checkpoints are not valid, and why. Raises ConfigError if none is that the user has named, and
+        RunFinished if the run has made all of its steps.
         """
         candidates, must_resume = self._plan()
         choice = newest_valid(candidates, self._check_together)
@@ -79,7 +79,7 @@ class CheckpointManager:
             self._resumed = choice.folder, choice.manifest
         step = self._saved_step = self._resumed[1].step if self._resumed is not None else 0
         if self._resumed is not None and step >= self._config.num_steps:
-            raise ConfigError(
+            raise RunFinished(
                 f"run_dir = {self._config.run_dir}: this run has made its {step} steps; raise num_steps to go on with "
                 "it, or give another folder (`run_dir=...`)"
             )

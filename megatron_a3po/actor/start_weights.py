@@ -10,8 +10,11 @@ from megatron.bridge import AutoBridge
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig
 
+from megatron_a3po.config import load_architecture
 from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.runtime.manifest import check
@@ -29,9 +32,21 @@ def load_start_weights(
 ) -> None:
     """Fill this rank's chunks from the folder `model`. Collective. Raises CheckpointError for damaged files."""
     if has_megatron_weights(model):
+        _refuse_other_vocabulary(model)
         load_megatron_weights(chunks, groups, model / MEGATRON_WEIGHTS)
     else:
         bridge.load_hf_weights(list(chunks))
+
+
+def _refuse_other_vocabulary(model: Path) -> None:
+    """Megatron would take any number of rows, and leave the others empty."""
+    entries: Any = FileSystemReader(model / MEGATRON_WEIGHTS).read_metadata().state_dict_metadata
+    rows, expected = entries["embedding.word_embeddings.weight"].size[0], load_architecture(model).vocab_size
+    if rows != expected:
+        raise CheckpointError(
+            f"{model}: its weights have {rows} embeddings, and config.json says vocab_size = {expected}; they are of "
+            "two models"
+        )
 
 
 def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection, folder: Path) -> None:
@@ -50,7 +65,7 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGrou
     }
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))
-    except Exception as error:  # Megatron's, torch's, and for a missing key KeyError
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception; for a missing key KeyError
         raise CheckpointError(
             f"{folder}: cannot be loaded ({error}); is config.json of the same model? Else convert the model again"
         ) from error

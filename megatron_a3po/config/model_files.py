@@ -8,4 +8,4 @@ MEGATRON_WEIGHTS = "weights"
 
 def has_megatron_weights(model: Path) -> bool:
     """Whether the folder is one that `tools/convert_hf_to_megatron.py` makes."""
-    return (model / MEGATRON_WEIGHTS).is_dir()
+    return any((model / MEGATRON_WEIGHTS / name).exists() for name in (".metadata", "manifest.json"))

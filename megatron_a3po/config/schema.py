@@ -180,8 +180,10 @@ class CheckpointConfig(Section):
     def is_due(self, step: int, num_steps: int) -> bool:
         return self.every_steps > 0 and (step == num_steps or step % self.every_steps == 0)
 
-    def is_export_due(self, step: int) -> bool:
-        return self.export_every_steps > 0 and step % self.export_every_steps == 0
+    def exports(self, step: int, num_steps: int) -> list[str]:
+        """Folders below `run_dir` in which the policy of this step is written."""
+        is_due = self.export_every_steps > 0 and step % self.export_every_steps == 0
+        return [f"exports/step_{step:08d}"] * is_due + ["model"] * (step == num_steps)
 
 
 class EvaluationConfig(Section):

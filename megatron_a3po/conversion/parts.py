@@ -1,5 +1,6 @@
 """What both directions of a conversion share: which models can be converted, and how they are cut into files."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,36 @@ from typing import Any
 from megatron_a3po.config.families import read_architecture
 from megatron_a3po.config.variants import unbuilt_variants
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.weights.skeleton import Part
+from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
 
 
-def refuse_unsupported(described: Mapping[str, Any], model: Path) -> None:
-    """Raises ConfigError, which lists what is supported, for a config.json of a model that would not be built right."""
-    read_architecture(dict(described))
+def describe_model(model: Path) -> Skeleton:
+    """The parameters that config.json in the folder describes. Raises ConfigError for a model that cannot be built."""
+    file = model / "config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error}); copy it again") from None
+    if not isinstance(described, dict):
+        raise ConfigError(f"{file}: does not describe a model; copy it again")
+    _refuse_unsupported(described, model)
+    try:
+        skeleton = build_skeleton(model)
+        for part in skeleton.parts:
+            skeleton.hf_shapes(part)
+        return skeleton
+    except Exception as error:  # transformers, megatron-bridge and Megatron each have their own way to refuse
+        raise ConfigError(
+            f"{file}: no model can be built from it ({type(error).__name__}: {error}); copy it again"
+        ) from error
+
+
+def _refuse_unsupported(described: Mapping[str, Any], model: Path) -> None:
+    """Raises ConfigError, which lists what is supported, for a model that would not be built right."""
+    try:
+        read_architecture(dict(described))
+    except ConfigError as error:
+        raise ConfigError(f"{model / 'config.json'}: {error}") from None
     variants = [
         f"{field} = {value!r} (it would be built with {built})"
         for field, value, built in unbuilt_variants(dict(described))

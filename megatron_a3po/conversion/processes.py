@@ -113,4 +113,7 @@ def run_tool(parser: argparse.ArgumentParser, convert: Callable[[argparse.Namesp
             time.sleep(_LET_RANK_ZERO_SPEAK_SECONDS)
         print(f"error: {error}", file=sys.stderr, flush=True)
         end_process(1)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it was", file=sys.stderr, flush=True)
+        end_process(130)
     end_process(0)

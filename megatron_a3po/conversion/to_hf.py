@@ -1,6 +1,5 @@
 """From Megatron's weights, of a converted folder or of a run's checkpoint, to a Hugging Face folder, file by file."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,10 @@ import yaml
 from torch import Tensor
 
 from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
-from megatron_a3po.conversion.parts import refuse_unsupported, split_parts
+from megatron_a3po.conversion.parts import describe_model, split_parts
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import TorchDistReader
+from megatron_a3po.conversion.unfinished import claim_target
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.runtime.manifest import MANIFEST, check
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
@@ -28,7 +28,7 @@ from megatron_a3po.weights.quantize import (
 )
 from megatron_a3po.weights.safetensors_format import TensorSpec
 from megatron_a3po.weights.shards import MAX_SHARD_BYTES, Shard, shard_name
-from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
+from megatron_a3po.weights.skeleton import Part, Skeleton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +53,21 @@ def find_source(source: Path, model: Path | None) -> MegatronSource:
     if model is None and (source / "config.json").exists():
         model = source
     elif model is None and (source / CONFIG_FILE).exists():
-        model = Path(yaml.safe_load((source / CONFIG_FILE).read_text(encoding="utf-8"))["model"])
+        model = _model_of_run(source / CONFIG_FILE)
     if model is None or not (model / "config.json").exists():
+        place = "there" if model is None else f"in {model} (a run's `model` counts from where it was started)"
         raise ConfigError(
-            f"{source}: config.json and tokenizer of its model are not {'there' if model is None else f'in {model}'}; "
-            "name the Hugging Face folder that the run started from (--model)"
+            f"{source}: config.json and tokenizer of its model are not {place}; name the Hugging Face folder that the "
+            "run started from (--model)"
         )
     return MegatronSource(weights=weights, model=model)
+
+
+def _model_of_run(file: Path) -> Path | None:
+    try:
+        return Path(yaml.safe_load(file.read_text(encoding="utf-8"))["model"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *, fp8: bool) -> None:
@@ -68,9 +76,8 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
     Each holds one part of the model at a time. `fp8`: linear weights in FP8 with a scale per block. Raises
     CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used.
     """
-    refuse_unsupported(json.loads((source.model / "config.json").read_text(encoding="utf-8")), source.model)
     manifest = check(source.weights, processes.rank, processes.world_size)
-    skeleton = build_skeleton(source.model)
+    skeleton = describe_model(source.model)
     weights = MegatronWeights(skeleton, TorchDistReader(source.weights), fp8=fp8)
     specs = {part: weights.specs(part) for part in skeleton.parts}
     sizes = {part: sum(spec.nbytes for spec in found) for part, found in specs.items()}
@@ -81,6 +88,7 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
     )
     output = HfOutput(target=target, source=source.model, quantization_config=quantization_config() if fp8 else None)
     origin = "".join(record.sha256 for record in manifest.files.values())
+    processes.on_rank_zero(lambda: claim_target(target))
     done = processes.on_rank_zero(lambda: sorted(output.begin(shards, origin=origin)))
     mine = [number for number in processes.share(range(len(files))) if shards[number].file_name not in done]
     with processes.progress("converting", sum(shards[number].nbytes for number in mine)) as advance:
@@ -96,7 +104,7 @@ class MegatronWeights:
     """Hugging Face's tensors, made part by part of what a checkpoint holds."""
 
     def __init__(self, skeleton: Skeleton, reader: TorchDistReader, *, fp8: bool) -> None:
-        self._skeleton = skeleton
+        self.skeleton = skeleton
         self._reader = reader
         self._fp8 = fp8
 
@@ -107,7 +115,7 @@ class MegatronWeights:
             for parameter, dtype in self._dtypes(part)
         }
         found = []
-        for name, tensor in self._skeleton.to_hf(part, hollow).items():
+        for name, tensor in self.skeleton.to_hf(part, hollow).items():
             shape = tuple(tensor.shape)
             if self._fp8 and is_quantized(name, tensor.ndim):
                 scales = scale_shape(*shape)
@@ -119,7 +127,7 @@ class MegatronWeights:
 
     def tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         for part in parts:
-            for name, tensor in self._skeleton.to_hf(part, self.read(part)).items():
+            for name, tensor in self.skeleton.to_hf(part, self.read(part)).items():
                 if self._fp8 and is_quantized(name, tensor.ndim):
                     values, scales = quantize_blockwise(tensor, name)
                     yield name, values
@@ -134,11 +142,11 @@ class MegatronWeights:
             [
                 piece
                 for parameter in part.parameters
-                for piece in self._skeleton.sharded(parameter, values[parameter.name])
+                for piece in self.skeleton.sharded(parameter, values[parameter.name])
             ]
         )
         return values
 
     def _dtypes(self, part: Part) -> Iterator[tuple[Any, torch.dtype]]:
         for parameter in part.parameters:
-            yield parameter, self._reader.dtype(self._skeleton.sharded(parameter)[0].key)
+            yield parameter, self._reader.dtype(self.skeleton.sharded(parameter)[0].key)

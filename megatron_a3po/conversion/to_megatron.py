@@ -15,23 +15,25 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_a3po.config.model_files import MEGATRON_WEIGHTS
-from megatron_a3po.conversion.parts import refuse_unsupported, split_parts
+from megatron_a3po.conversion.parts import describe_model, split_parts
 from megatron_a3po.conversion.processes import Processes
-from megatron_a3po.conversion.torch_dist import Piece, finish_checkpoint, write_pieces
+from megatron_a3po.conversion.torch_dist import Piece, finish_checkpoint, is_whole, write_pieces
 from megatron_a3po.conversion.unfinished import UnfinishedFolder
-from megatron_a3po.errors import ConfigError
+from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.runtime.manifest import FileRecord, describe, write_manifest
 from megatron_a3po.weights.hf_folder import HfFolder
 from megatron_a3po.weights.hf_output import model_files
-from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
+from megatron_a3po.weights.skeleton import Part, Skeleton
 
 _FILE_BYTES = 1024**3
+_SPARE_BYTES = 4096
+"""What the format adds to a tensor, and more."""
 _MXFP4 = ("_blocks", "_scales")
 """In whose place one name stands: what the experts of gpt-oss are published as."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Files(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Reads a tensor when it is asked for."""
 
     folder: HfFolder
@@ -56,17 +58,19 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
     not whole, and CheckpointError for a target that is there already and a disk that is too small.
     """
     folder = HfFolder.open(source)
-    refuse_unsupported(folder.config, source)
-    skeleton = build_skeleton(source)
+    skeleton = describe_model(source)
     refuse_other_tensors(skeleton, folder)
     sizes = {part: sum(map(folder.nbytes, stored_names(part, folder))) for part in skeleton.parts}
     files = split_parts(skeleton.parts, sizes, _FILE_BYTES)
     work = [str(source.resolve()), _identity(folder), [[part.hf_names for part in file] for file in files]]
-    output = UnfinishedFolder(target, work, sum(sizes.values()), processes)
+    needed_bytes = sum(size + _SPARE_BYTES * len(part.parameters) for part, size in sizes.items())
+    output = UnfinishedFolder(target, work, needed_bytes, processes)
     weights = output.path / MEGATRON_WEIGHTS
     processes.on_rank_zero(lambda: _copy_model_files(source, output.path))
 
-    mine = [number for number in processes.share(range(len(files))) if output.noted(str(number)) is None]
+    mine = [
+        number for number in processes.share(range(len(files))) if not is_whole(weights, _noted_pieces(output, number))
+    ]
     with processes.progress("converting", sum(sizes[part] for number in mine for part in files[number])) as advance:
         for number in mine:
             pieces = write_pieces(weights / f"__{number}_0.distcp", _pieces(skeleton, files[number], folder, advance))
@@ -78,10 +82,20 @@ def _pieces(
     skeleton: Skeleton, parts: Sequence[Part], folder: HfFolder, advance: Callable[[int], object]
 ) -> Iterator[ShardedTensor]:
     for part in parts:
-        values = skeleton.from_hf(part, _Files(folder=folder))
+        try:
+            values = skeleton.from_hf(part, LazyTensors(folder=folder))
+        except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+            raise CheckpointError(f"{folder.path}: {', '.join(part.hf_names)} cannot be converted ({error})") from error
         for parameter in part.parameters:
             yield from skeleton.sharded(parameter, values.pop(parameter.name))
         advance(sum(map(folder.nbytes, stored_names(part, folder))))
+
+
+def _noted_pieces(output: UnfinishedFolder, number: int) -> list[Piece]:
+    try:
+        return [Piece(**piece) for piece in output.noted(str(number)) or []]
+    except (TypeError, ValueError):
+        return []
 
 
 def _copy_model_files(source: Path, folder: Path) -> None:
@@ -93,9 +107,7 @@ def _copy_model_files(source: Path, folder: Path) -> None:
 
 def _finish(weights: Path, output: UnfinishedFolder, num_files: int, processes: Processes) -> None:
     def write_metadata() -> None:
-        finish_checkpoint(
-            weights, [Piece(**piece) for number in range(num_files) for piece in output.noted(str(number))]
-        )
+        finish_checkpoint(weights, [piece for number in range(num_files) for piece in _noted_pieces(output, number)])
 
     processes.on_rank_zero(write_metadata)
     described = describe(weights, processes.rank, processes.world_size)
@@ -129,6 +141,7 @@ def refuse_other_tensors(skeleton: Skeleton, folder: HfFolder) -> None:
     ]
     problems = [
         ("misses", missing),
+        ("has tensors of several dtypes, which Megatron stores as one:", _mixed_dtypes(skeleton, folder)),
         ("has tensors that the model has no place for:", unused),
         ("has other shapes than config.json describes:", wrong),
     ]
@@ -137,11 +150,26 @@ def refuse_other_tensors(skeleton: Skeleton, folder: HfFolder) -> None:
         raise ConfigError(f"{folder.path}: {'; '.join(texts)}; config.json and weights are of two models")
 
 
+def _mixed_dtypes(skeleton: Skeleton, folder: HfFolder) -> list[str]:
+    """Names that do not have the dtype of the others that go into the same tensor of Megatron's."""
+    first: dict[str, str] = {}
+    found = []
+    for part in skeleton.parts:
+        names = [name for name in part.hf_names if name in folder]
+        for key in {piece.key for parameter in part.parameters for piece in skeleton.sharded(parameter)}:
+            for name in names:
+                other = first.setdefault(key, name)
+                if folder.dtype(name) != folder.dtype(other):
+                    found.append(f"{name} is {folder.dtype(name)} and {other} {folder.dtype(other)}")
+    return list(dict.fromkeys(found))
+
+
 def _may_be_left_out(name: str, described: Mapping[str, Any]) -> bool:
     """What a checkpoint may hold beside the policy."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    if layer is not None and int(layer[1]) >= described["num_hidden_layers"]:
-        return True  # layers for multi-token prediction
+    beyond = int(layer[1]) - described["num_hidden_layers"] if layer is not None else -1
+    if beyond >= 0:
+        return beyond < (described.get("num_nextn_predict_layers") or 0)
     if name == "lm_head.weight" and described.get("tie_word_embeddings", False):
         return True
     return name.endswith("rotary_emb.inv_freq")

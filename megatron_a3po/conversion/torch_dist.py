@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from pydantic import BaseModel
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_a3po.config.estimate import VOCAB_MULTIPLE
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.runtime.durable import sync_folder
 
@@ -57,7 +59,10 @@ def write_pieces(file: Path, tensors: Iterable[ShardedTensor]) -> list[Piece]:
             values = tensor.data.detach()
             # Of a view, torch.save would write the whole storage.
             alone = values.numel() * values.itemsize == values.untyped_storage().nbytes()
-            torch.save(values.contiguous() if alone else values.clone(), output)
+            try:
+                torch.save(values.contiguous() if alone else values.clone(), output)
+            except RuntimeError as error:  # what torch makes of a disk that is full
+                raise CheckpointError(f"{file}: could not be written; is the disk full? ({error})") from error
             pieces.append(
                 Piece(
                     key=tensor.key,
@@ -119,6 +124,14 @@ def _write_common(folder: Path, described: dict[str, Any]) -> WriteResult:
     )
 
 
+def is_whole(folder: Path, pieces: Sequence[Piece]) -> bool:
+    """Whether the file of these pieces is there as it was written, by its size."""
+    try:
+        return bool(pieces) and (folder / pieces[0].file).stat().st_size == pieces[-1].start + pieces[-1].num_bytes
+    except OSError:
+        return False
+
+
 class TorchDistReader:
     """Reads whole parameters out of a checkpoint of any layout."""
 
@@ -149,7 +162,18 @@ class TorchDistReader:
         """Fill the tensors' data. Raises CheckpointError for missing keys, wrong shapes and damaged files."""
         for tensor in tensors:
             self.dtype(tensor.key)
+            self._refuse_other_shape(tensor)
         try:
             self._strategy.load({str(number): tensor for number, tensor in enumerate(tensors)}, self._folder)
-        except Exception as error:  # torch's, Megatron's, pickle's, zip's
+        except (Exception, CheckpointException) as error:  # torch's own is no Exception; Megatron's, pickle's, zip's
             raise CheckpointError(f"{self._folder}: {tensors[0].key} cannot be read: {error}") from error
+
+    def _refuse_other_shape(self, tensor: ShardedTensor) -> None:
+        stored, wanted = tuple(self._entries[tensor.key].size), tuple(tensor.global_shape)
+        # A layout pads the vocabulary; those rows are not read.
+        padded = tensor.allow_shape_mismatch and stored[0] > wanted[0] and stored[0] % VOCAB_MULTIPLE == 0
+        if stored != wanted and not (padded and stored[1:] == wanted[1:]):
+            raise CheckpointError(
+                f"{self._folder}: {tensor.key} is {list(stored)}, and config.json describes {list(wanted)}; they are "
+                "of two models"
+            )

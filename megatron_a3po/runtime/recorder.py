@@ -96,6 +96,15 @@ class RunRecorder:
         )
 
 
+def complete_run(run_dir: Path) -> None:
+    """What a run that was killed after its last checkpoint had no time for."""
+    rows = read_metrics(run_dir)
+    if rows and not (run_dir / "summary.json").exists():
+        summary = summarize_run(rows, {}, wall_seconds=rows[-1]["wall_seconds"])
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_report(run_dir)
+
+
 def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall_seconds: float) -> dict[str, Any]:
     """The figures by which a run is judged, from its metrics."""
     steps = [row for row in rows if row["step"] > 0]

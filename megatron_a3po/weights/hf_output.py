@@ -121,7 +121,7 @@ class HfOutput:
         if not self.target.name:
             raise ConfigError(f"{self.target}: the folder needs a name; give its path with the name")
         if self.target.is_dir() and not self.replace and any(self.target.iterdir()):
-            raise ConfigError(f"{self.target}: is there and not empty; give another folder, or ask for its replacement")
+            raise ConfigError(f"{self.target}: is there and not empty; give another folder, or remove it")
         if self.target.exists() and not self.target.is_dir():
             raise ConfigError(f"{self.target}: is there and no folder; give another one")
         target, source = self.target.resolve(), self.source.resolve()

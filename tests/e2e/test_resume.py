@@ -39,7 +39,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_or_repeats_nothing(m
     assert ledger["issued"] == ledger["consumed"] + ledger["dropped"]
 
     code, output = run_to_end(command, tmp_path / "finished.log", 120.0)
-    assert code != 0 and "this run has made its 7 steps; raise num_steps" in output
+    assert code == 0 and "this run has made its 7 steps; raise num_steps" in output
     code, output = run_to_end([*command, "algorithm.clip_epsilon_low=0.1"], tmp_path / "other.log", 120.0)
     assert code != 0 and "algorithm.clip_epsilon_low: 0.2 before, 0.1 now" in output
 

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ cpu.install()
 
 from megatron.core import parallel_state  # noqa: E402
 
+from megatron_a3po.actor import start_weights  # noqa: E402
 from megatron_a3po.conversion import to_megatron, unfinished, verify  # noqa: E402
 from megatron_a3po.conversion.processes import Processes  # noqa: E402
 from megatron_a3po.conversion.to_hf import MegatronSource, convert_to_hf, find_source  # noqa: E402
@@ -150,6 +153,14 @@ def _drop(name: str) -> Callable[[Path], None]:
     return change
 
 
+def _halve(name: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        save_file(tensors | {name: tensors[name].bfloat16()}, model / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
 def _add(name: str) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         tensors = load_file(model / "model.safetensors")
@@ -173,6 +184,10 @@ MISTAKES = {
     ),
     "a variant": (_set(attention_bias=True), "attention_bias = True"),
     "a missing tensor": (_drop("model.layers.1.mlp.up_proj.weight"), r"misses model\.layers\.1\.mlp\.up_proj\.weight"),
+    "more layers than config.json describes": (_set(num_hidden_layers=3, layer_types=None), r"model\.layers\.3"),
+    "layers of two dtypes": (_halve("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is torch.bfloat16 and"),
+    "a config.json that is none": (lambda model: (model / "config.json").write_text("[") and None, "config.json"),
+    "heads that do not divide": (_set(num_key_value_heads=3), "config.json: no model can be built from it"),
     "a superfluous tensor": (_add("model.layers.1.mlp.extra.weight"), "no place for: model.layers.1.mlp.extra.weight"),
     "another model's config.json": (
         _set(intermediate_size=80),
@@ -194,6 +209,7 @@ def test_a_source_that_is_not_whole_or_not_supported_is_refused_with_a_remedy(
 
 
 def test_tensors_beside_the_policy_may_be_there(model: Path, processes: Processes, tmp_path: Path) -> None:
+    _set(num_nextn_predict_layers=1)(model)
     _add("model.layers.4.enorm.weight")(model)  # of a layer for multi-token prediction
     _add("model.layers.0.self_attn.rotary_emb.inv_freq")(model)
     convert_to_megatron(model, tmp_path / "megatron", processes)
@@ -203,6 +219,69 @@ def test_a_target_that_is_there_is_refused(model: Path, processes: Processes, tm
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "file").touch()
     with pytest.raises(CheckpointError, match="is there already"):
+        convert_to_megatron(model, tmp_path / "megatron", processes)
+
+
+def test_two_conversions_do_not_make_one_folder(model: Path, processes: Processes, tmp_path: Path) -> None:
+    """The lock is another process's."""
+    code = "import sys, time; from pathlib import Path; from megatron_a3po.conversion.unfinished import claim_target"
+    code += "; claim_target(Path(sys.argv[1])); print('claimed', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code, str(tmp_path / "megatron")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        try:
+            with pytest.raises(A3poError, match="another conversion is making it"):
+                convert_to_megatron(model, tmp_path / "megatron", processes)
+        finally:
+            other.kill()
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+
+
+@pytest.mark.parametrize("change", ["remove", "truncate", "notes"])
+def test_what_an_interrupted_conversion_has_noted_is_not_believed_without_its_files(
+    model: Path, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    finish = to_megatron.finish_checkpoint
+    monkeypatch.setattr(to_megatron, "finish_checkpoint", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert_to_megatron(model, tmp_path / "megatron", processes)
+    left = tmp_path / ".megatron.unfinished"
+    if change == "remove":
+        (left / "weights" / "__0_0.distcp").unlink()
+    elif change == "truncate":
+        os.truncate(left / "weights" / "__0_0.distcp", 5000)
+    else:
+        (left / ".conversion" / "0.json").write_text("[{")
+    monkeypatch.setattr(to_megatron, "finish_checkpoint", finish)
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "back", processes, fp8=False)
+    assert differing_tensors(model, tmp_path / "back") == []
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("vocab_size", [200, 300])
+def test_weights_with_another_vocabulary_than_config_json_are_refused(
+    model: Path, processes: Processes, tmp_path: Path, vocab_size: int
+) -> None:
+    convert_to_megatron(model, tmp_path / "megatron", processes)
+    _set(vocab_size=vocab_size)(tmp_path / "megatron")
+    with pytest.raises(CheckpointError, match=r"word_embeddings.*are of two models"):
+        convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "back", processes, fp8=False)
+    with pytest.raises(CheckpointError, match=r"259 embeddings, and config\.json says vocab_size"):
+        start_weights._refuse_other_vocabulary(tmp_path / "megatron")
+
+
+def test_a_disk_that_is_full_in_the_midst_of_a_file_is_said_to_be(
+    model: Path, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")  # as torch.save says it
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match="is the disk full"):
         convert_to_megatron(model, tmp_path / "megatron", processes)
 
 
