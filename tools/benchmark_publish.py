@@ -93,8 +93,8 @@ class DroppingServers:
         num_bytes = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in sizes)
         return self._call(*[("receive", body["group_name"], num_bytes)] * len(self._pipes))
 
-    def checksums(self) -> list[list[dict[str, str]]]:
-        return [[{}]] * len(self._pipes)
+    def checksums(self) -> dict[str, list[dict[str, str]]]:
+        return {url: [{}] for url in self.urls}
 
     @property
     def served(self) -> list[tuple[str, str, str | None]]:
@@ -103,8 +103,8 @@ class DroppingServers:
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
         raise NotImplementedError
 
-    def versions(self) -> list[str]:
-        return [self._version] * len(self._pipes)
+    def versions(self) -> dict[str, str]:
+        return dict.fromkeys(self.urls, self._version)
 
     def recover(self, version: int) -> Literal["done", "again", "failed"]:
         return "failed"

@@ -80,20 +80,26 @@ class ServerControl:
     def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> Future[Any]:
         """Returns at once; the servers answer when all ranks have joined."""
         self._groups.append(name)
-        offset, bodies = 1, []
-        for tp_size in self._tp_sizes():
-            bodies.append(
-                {
+
+        async def create() -> None:
+            offset, bodies, world_size = 1, {}, self.group_world_size
+            for server, tp_size in zip(self.pool.states.members, self._tp_sizes(), strict=True):
+                bodies[server] = {
                     "master_address": address,
                     "master_port": port,
                     "rank_offset": offset,
-                    "world_size": self.group_world_size,
+                    "world_size": world_size,
                     "group_name": name,
                     "backend": backend,
                 }
+                offset += tp_size
+            patience = _patience(timeout_seconds)
+            path = "/init_weights_update_group"
+            await self.pool.for_each(
+                lambda server: self.pool.post(server, path, bodies[server], patience), together=True
             )
-            offset += tp_size
-        return self._together("/init_weights_update_group", bodies, timeout_seconds)
+
+        return self.loop.submit(create())
 
     def destroy_group(self, name: str) -> Future[Any]:
         """Returns at once: all ranks, the trainer's too, should leave together."""
@@ -117,7 +123,8 @@ class ServerControl:
     def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
         """Announce one bucket; the result comes when every server has received and loaded it."""
         self._change(self.pool.states.begin_update)
-        return self._together("/update_weights_from_distributed", body, timeout_seconds)
+        path, patience = "/update_weights_from_distributed", _patience(timeout_seconds)
+        return self.loop.submit(self.pool.post_to_all(path, body, patience, together=True))
 
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
         """Have every server read the weights in `folder` and take on the version."""
@@ -134,12 +141,12 @@ class ServerControl:
         if self.pool.pause_mode != "in_place":
             self.loop.run(self._flush())
 
-    def versions(self) -> list[str]:
-        """The label of every server's weights, as it says itself."""
+    def versions(self) -> dict[str, str]:
+        """By URL: the label of a server's weights, as it says itself."""
         return self.loop.run(self._versions())
 
-    def checksums(self) -> list[list[dict[str, str]]]:
-        """Of every server, of every rank: the checksums of the weights that it holds, by name."""
+    def checksums(self) -> dict[str, list[dict[str, str]]]:
+        """By URL, of every rank of a server: the checksums of the weights that it holds, by name."""
         return self.loop.run(self._checksums())
 
     def reject(self, problems: Mapping[str, str]) -> None:
@@ -173,11 +180,6 @@ class ServerControl:
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         self.loop.run(self.pool.post_to_all(path, body, self.timeout_seconds))
-
-    def _together(self, path: str, bodies: Any, timeout_seconds: float) -> Future[Any]:
-        # A server that only waits for another one answers when that one is gone: it must not be given up before.
-        patience = timeout_seconds + 2 * GRACE_SECONDS
-        return self.loop.submit(self.pool.post_to_all(path, bodies, patience, together=True))
 
     async def _muster(self, call_back: Literal["none", "due", "all"]) -> None:
         states = self.pool.states
@@ -221,19 +223,24 @@ class ServerControl:
 
         await self.pool.for_each(flush)
 
-    async def _versions(self) -> list[str]:
-        async def version(server: Server) -> str:
+    async def _versions(self) -> dict[str, str]:
+        async def version(server: Server) -> tuple[str, str]:
             label = await server.client.weight_version()
             if label is None:
                 raise RolloutError(f"{server.url} does not say which weight version it holds")
-            return label
+            return server.url, label
 
-        return await self.pool.for_each(version)
+        return dict(await self.pool.for_each(version))
 
-    async def _checksums(self) -> list[list[dict[str, str]]]:
-        async def checksums(server: Server) -> list[dict[str, str]]:
+    async def _checksums(self) -> dict[str, list[dict[str, str]]]:
+        async def checksums(server: Server) -> tuple[str, list[dict[str, str]]]:
             answer = await self.pool.post(server, "/weights_checker", {"action": "checksum"})
             parsed = parse_answer(WeightChecksums, answer, f"{server.url}/weights_checker")
-            return [rank.checksums for rank in parsed.ranks]
+            return server.url, [rank.checksums for rank in parsed.ranks]
 
-        return await self.pool.for_each(checksums)
+        return dict(await self.pool.for_each(checksums))
+
+
+def _patience(timeout_seconds: float) -> float:
+    """A server that only waits for another one answers when that one is gone: it must not be given up before."""
+    return timeout_seconds + 2 * GRACE_SECONDS

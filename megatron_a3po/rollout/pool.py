@@ -1,7 +1,7 @@
 """All rollout servers together: generation goes to the least busy one, control calls go to each."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -155,20 +155,10 @@ class ServerPool:
         server.is_suspect = False
 
     async def post_to_all(
-        self,
-        path: str,
-        bodies: dict[str, Any] | Sequence[dict[str, Any]],
-        timeout_seconds: float | None = None,
-        *,
-        together: bool = False,
+        self, path: str, body: dict[str, Any], timeout_seconds: float | None = None, *, together: bool = False
     ) -> list[Any]:
-        """The same call (or one body per server) to every server that is not in quarantine; see `for_each`."""
-        members = self.states.members
-        each = [bodies] * len(members) if isinstance(bodies, dict) else bodies
-        body_of = dict(zip(members, each, strict=True))
-        return await self.for_each(
-            lambda server: self.post(server, path, body_of[server], timeout_seconds), together=together
-        )
+        """The same call to every server that is not in quarantine; see `for_each`."""
+        return await self.for_each(lambda server: self.post(server, path, body, timeout_seconds), together=together)
 
     async def for_each[T](self, ask: Callable[[Server], Awaitable[T]], *, together: bool = False) -> list[T]:
         """Ask every server that is not in quarantine, at once.

@@ -15,7 +15,7 @@ def check_servers(receivers: WeightReceivers, version: int) -> None:
     """
     wrong = {
         url: f"{url} holds weight version {label} after the publication of {version}"
-        for url, label in zip(receivers.urls, receivers.versions(), strict=True)
+        for url, label in receivers.versions().items()
         if label != str(version)
     }
     _reject(receivers, wrong)
@@ -26,7 +26,7 @@ def check_servers(receivers: WeightReceivers, version: int) -> None:
 def _compare(receivers: WeightReceivers, version: int) -> None:
     # Servers of another tensor-parallel size hold other shards.
     by_size: dict[int, dict[str, list[dict[str, str]]]] = {}
-    for url, ranks in zip(receivers.urls, receivers.checksums(), strict=True):
+    for url, ranks in receivers.checksums().items():
         by_size.setdefault(len(ranks), {})[url] = ranks
     wrong: dict[str, str] = {}
     for servers in by_size.values():

@@ -265,17 +265,6 @@ async def test_a_refusal_is_reported_at_once_though_another_server_hangs(
     assert time.monotonic() - start < 1.0
 
 
-async def test_every_server_gets_its_own_body(servers: list[ScriptedServer], start_pool: StartPool) -> None:
-    pool = await start_pool(*(server.url for server in servers))
-
-    await pool.post_to_all("/init_weights_update_group", [{"rank_offset": 1}, {"rank_offset": 3}])
-
-    assert [server.bodies("/init_weights_update_group") for server in servers] == [
-        [{"rank_offset": 1}],
-        [{"rank_offset": 3}],
-    ]
-
-
 async def test_reset_ignores_servers_that_have_nothing_to_undo(
     servers: list[ScriptedServer], start_pool: StartPool
 ) -> None:

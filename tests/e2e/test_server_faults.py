@@ -1,0 +1,227 @@
+"""Two real SGLang servers: one is refused, killed and restarted with old weights while weights are published."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_a3po.data.prompts import Prompt
+from megatron_a3po.rollout import servers as servers_module
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.sampler import Responses, Sampler
+from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.types import Trajectory
+from megatron_a3po.weights.publisher import WeightPublisher
+from tests.e2e.conftest import SERVER_START_SECONDS
+from tests.e2e.runs import get, post, wait_until
+from tests.unit.test_publisher import OneRank, make_publisher
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PUBLISH_SECONDS = 90.0
+TEMPERATURE, LENGTH = 4.0, 220
+"""Hot, so that responses rarely end before they are long."""
+
+
+class Control(ServerControl):
+    """Before the servers are told of the k-th bucket of a publication, from 1, `before[k]` happens, once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.before: dict[int, Callable[[], object]] = {}
+        self._told = 0
+
+    def begin(self) -> None:
+        self._told = 0
+        super().begin()
+
+    def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
+        self._told += 1
+        self.before.pop(self._told, lambda: None)()
+        return super().update(body, timeout_seconds)
+
+
+class Weights(OneRank):
+    """Those of a folder, a little larger with every version."""
+
+    def __init__(self, model: Path) -> None:
+        self.version = 0
+        self._start = load_file(model / "model.safetensors")
+        super().__init__(lambda: list(self.of(self.version).items()), 60_000)
+
+    def of(self, version: int) -> dict[str, Tensor]:
+        return {name: tensor.float() * (1 + 0.02 * version) for name, tensor in self._start.items()}
+
+
+class Run:
+    """A trainer of one rank without training."""
+
+    def __init__(self, model: Path, urls: list[str], pause_mode: str) -> None:
+        async def build() -> ServerPool:
+            return ServerPool(urls, timeout_seconds=120.0, min_servers=1, pause_mode=pause_mode)
+
+        self.model, self.weights, self.loop = model, Weights(model), EventLoopThread()
+        self.pool = self.loop.run(build())
+        self.loop.run(self.pool.wait_ready(60.0), 90.0)
+        self.watch = self.loop.submit(self.pool.watch())
+        self.receivers = Control(self.pool, self.loop, timeout_seconds=30.0)
+        self.publisher: WeightPublisher = make_publisher(self.weights, self.receivers, 30.0)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        self.prompt = Prompt(prompt_id="p", token_ids=tuple(tokenizer.encode("Spell this word backward: sun")))
+        self.sampler = Sampler(self.pool, tokenizer, group_size=4, max_new_tokens=LENGTH, temperature=TEMPERATURE)
+
+    def publish(self, version: int) -> dict[str, float]:
+        self.weights.version = version
+        start = time.monotonic()
+        metrics = self.publisher.publish(version)
+        assert time.monotonic() - start < PUBLISH_SECONDS
+        return metrics
+
+    def sample(self, number: int = 8) -> list[Future[Responses]]:
+        return [self.loop.submit(self.sampler.sample_group(self.prompt, -1)) for _ in range(number)]
+
+    def quarantined(self) -> list[str]:
+        return [server.url for server in self.pool.states.quarantined]
+
+    def check(self, futures: list[Future[Responses]], versions: set[int]) -> list[Trajectory]:
+        """Every token is of one of the versions, and its log-prob is Hugging Face's by the weights of that version."""
+        found = [trajectory for future in futures for trajectory in future.result(120.0).trajectories]
+        assert {int(version) for item in found for version in item.weight_versions} == versions
+        expected = {version: self._logprobs(version, found) for version in versions}
+        for number, item in enumerate(found):
+            theirs = [expected[int(version)][number][place] for place, version in enumerate(item.weight_versions)]
+            torch.testing.assert_close(torch.stack(theirs), item.behaviour_logprobs, rtol=0, atol=2e-4)
+        return found
+
+    def _logprobs(self, version: int, trajectories: list[Trajectory]) -> list[Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+        model.load_state_dict(self.weights.of(version), strict=False)
+        result = []
+        for item in trajectories:
+            with torch.no_grad():
+                logits = model(item.token_ids[None]).logits[0, item.prompt_length - 1 : -1]
+            chosen = item.token_ids[item.prompt_length :, None]
+            result.append((logits / TEMPERATURE).log_softmax(-1).gather(-1, chosen)[:, 0])
+        return result
+
+    def close(self) -> None:
+        self.publisher.__exit__(None, None, None)
+        self.watch.cancel()
+        self.loop.run(self.pool.close(), 10.0)
+        self.loop.close()
+
+
+class Servers:
+    def __init__(self, model: Path, folder: Path, stack: ExitStack) -> None:
+        self.model, self.folder, self._stack = model, folder, stack
+        self.both = [self.start(number) for number in range(2)]
+        for server in self.both:
+            self.wait(server)
+
+    def start(self, number: int, *arguments: str) -> LocalServer:
+        options = ["--disable-radix-cache", *arguments] if number == 1 else list(arguments)
+        return self._stack.enter_context(LocalServer(self.model, self.folder / f"server{number}.log", options))
+
+    def wait(self, server: LocalServer) -> None:
+        wait_until(lambda: get(f"{server.url}/ready")[0] == 200, SERVER_START_SECONDS, server.describe_death)
+
+    def kill(self) -> None:
+        os.killpg(self.both[1].process_id, signal.SIGKILL)
+
+    def restart(self, weight_version: int) -> None:
+        """At the same address, with the weights of its folder under the label of other ones."""
+        port = int(self.both[1].url.rsplit(":", 1)[1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(servers_module, "free_port", lambda: port)
+            self.both[1] = self.start(1, "--weight-version", str(weight_version))
+        self.wait(self.both[1])
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        # A TCPStore asks the resolver for the name of each client, for its log: 5 s where no resolver answers.
+        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+        yield Servers(model, tmp_path_factory.mktemp("servers"), stack)
+        dist.destroy_process_group()
+
+
+def test_a_server_that_refuses_is_killed_and_restarted_is_left_out_until_it_holds_the_present_version(
+    servers: Servers,
+) -> None:
+    first, second = (server.url for server in servers.both)
+    run = Run(servers.model, [first, second], "retract")
+    run.publish(0)
+    sampling = run.sample()
+    time.sleep(0.3)
+    run.publish(1)
+    run.check(run.sample(), {1})
+    assert run.quarantined() == []
+    run.check(sampling, {0, 1})
+
+    # Its session is closed by somebody else: it refuses the second bucket, which the other one awaits.
+    run.receivers.before[2] = lambda: post(f"{second}/end_weight_update", {})
+    metrics = run.publish(2)
+    assert (run.quarantined(), metrics["servers_healthy"]) == ([second], 1)
+    run.check(run.sample(), {2})
+    metrics = run.publish(3)
+    assert (run.quarantined(), metrics["server_resyncs"]) == ([], 1)
+    run.check(run.sample(), {3})
+
+    # Killed in the middle of an update, while it samples.
+    sampling = run.sample()
+    run.receivers.before[3] = servers.kill
+    metrics = run.publish(4)
+    assert (run.quarantined(), metrics["servers_healthy"]) == ([second], 1)
+    assert len([future.result(120.0) for future in sampling]) == 8
+    run.check(run.sample(), {4})
+
+    # Back, with old weights under the label of the present version.
+    servers.restart(weight_version=4)
+    run.check(run.sample(), {4})
+    assert run.quarantined() == [second]
+    metrics = run.publish(5)
+    assert (run.quarantined(), metrics["server_resyncs"]) == ([], 2)
+    run.check(run.sample(), {5})
+    assert not run.watch.done()
+    run.close()
+
+
+def test_aborted_responses_are_continued_with_the_new_weights(servers: Servers) -> None:
+    run = Run(servers.model, [server.url for server in servers.both], "abort")
+    run.publish(0)
+    sampling = run.sample()
+    time.sleep(0.3)
+    run.publish(1)
+    found = run.check(sampling, {0, 1})
+    assert any(item.weight_versions.unique().numel() > 1 for item in found)
+    assert all(item.response_length == LENGTH or str(item.finish_reason) == "stop" for item in found)
+    run.close()
+
+
+def test_in_place_a_server_without_radix_cache_goes_on_with_the_old_keys_and_values(servers: Servers) -> None:
+    run = Run(servers.model, [servers.both[1].url], "in_place")
+    run.publish(0)
+    sampling = run.sample()
+    time.sleep(0.3)
+    run.publish(1)
+    found = [trajectory for future in sampling for trajectory in future.result(120.0).trajectories]
+    assert {int(version) for item in found for version in item.weight_versions} == {0, 1}
+    run.check(run.sample(), {1})
+    run.close()
