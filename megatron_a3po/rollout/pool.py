@@ -172,19 +172,17 @@ class ServerPool:
             try:
                 return await ask(server)
             except RolloutError as error:
-                if not (together and (failed or self.case_closed)):
-                    self.states.quarantine(server, error)
+                is_consequence = together and (bool(failed) or self.case_closed)
                 failed.append(server)
-                raise
+                if isinstance(error, RolloutServerDied):
+                    # The end of a local process may show a moment after the end of its connections, and says more.
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    self._look_at_process()
+                if not is_consequence:
+                    self.states.quarantine(server, error)
+                raise server.error or error from None
 
-        try:
-            return list(await asyncio.gather(*map(ask_one, self.states.members)))
-        except RolloutServerDied:
-            # The end of a local process may show a moment after the end of its connections, and says more.
-            await asyncio.sleep(_RETRY_SECONDS)
-            self._look_at_process()
-            self.states.raise_if_too_few()
-            raise
+        return list(await asyncio.gather(*map(ask_one, self.states.members)))
 
     async def post(self, server: Server, path: str, body: dict[str, Any], timeout_seconds: float | None = None) -> Any:
         """A control call, after the one before it has ended."""

@@ -116,10 +116,10 @@ class WeightPublisher:
         """
         with self._timer.phase("publish"):
             reason = self._publish(version, call_back="due")
-            if reason is not None and self._fallback is not None:
+            if reason is not None and self._fallback is not None and self._are_enough():
                 logger.error("version %d was not published: %s\n%s", version, reason, self._fallback.why_not)
                 self._transport, self._fallback = self._fallback, None
-                second = self._publish(version, call_back="all")
+                second = self._publish(version, call_back="none")
                 reason = f"{reason}; then: {second}" if second is not None else None
         if self._receivers is not None:
             self._receivers.end_publication()
@@ -171,6 +171,11 @@ class WeightPublisher:
         for told in (signals, sending, announcing):
             told.forget()
         return next((text for text in reasons if text is not None), None)
+
+    def _are_enough(self) -> bool:
+        """Whether another way to the servers may help: those that have failed answer."""
+        _, reason = broadcast_json(self._muster("all"), self._control)
+        return reason is None
 
     def _muster(self, call_back: CallBack) -> tuple[dict[str, Any], str | None]:
         """On rank 0: who takes part, or why there are too few."""
