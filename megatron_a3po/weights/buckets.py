@@ -3,14 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megatron_a3po.weights.safetensors_format import TensorSpec
-
-if TYPE_CHECKING:
-    from megatron_a3po.weights.plan import PlannedPart
+from megatron_a3po.weights.sources import PlannedPart
 
 _PIECES = 8
 """A bucket is collected in so many steps, so that what is under way takes little memory beside the buffer."""
@@ -49,7 +46,7 @@ class Bucket:
             start += tensor.nbytes
 
 
-def split_into_buckets(owner: int, parts: Iterable["PlannedPart"], bucket_bytes: int) -> list[Bucket]:
+def split_into_buckets(owner: int, parts: Iterable[PlannedPart], bucket_bytes: int) -> list[Bucket]:
     """Consecutive parts of together at most `bucket_bytes`; a larger part travels alone."""
     buckets = []
     for group in split_by_size(parts, bucket_bytes):
@@ -65,7 +62,7 @@ def split_into_buckets(owner: int, parts: Iterable["PlannedPart"], bucket_bytes:
     return buckets
 
 
-def split_by_size(parts: Iterable["PlannedPart"], limit: int) -> list[Sequence["PlannedPart"]]:
+def split_by_size(parts: Iterable[PlannedPart], limit: int) -> list[Sequence[PlannedPart]]:
     groups: list[list[PlannedPart]] = []
     size = 0
     for part in parts:

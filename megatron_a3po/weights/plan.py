@@ -15,7 +15,7 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.weights.buckets import Bucket, split_into_buckets
 from megatron_a3po.weights.quantize import SCALE_SUFFIX
 from megatron_a3po.weights.safetensors_format import TensorSpec
-from megatron_a3po.weights.sources import Holdings, Source, find_source, refuse_different_replicas
+from megatron_a3po.weights.sources import Holdings, PlannedPart, find_source, refuse_different_replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,19 +26,6 @@ class PartSpec:
     """of the whole parameters, without padding, by Megatron's names"""
     tensors: tuple[TensorSpec, ...]
     """as they are published"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedPart:
-    number: int
-    """in the model"""
-    sources: tuple[Source, ...]
-    """of its Megatron parameters"""
-    tensors: tuple[TensorSpec, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.weights.safetensors_format import TensorSpec
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters whose rows are padded, so that every tensor-parallel rank has as many."""
@@ -97,6 +98,19 @@ class Source:
             ordered = [pieces[rank][turn] for turn in range(self.shard.stride) for rank in range(len(shards))]
             whole = torch.cat(ordered, self.axis)
         return whole.narrow(0, 0, self.shape[0]) if self.shape else whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPart:
+    number: int
+    """in the model"""
+    sources: tuple[Source, ...]
+    """of its Megatron parameters"""
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def find_source(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings]) -> Source:
