@@ -192,7 +192,7 @@ def fill(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "changed", "message"),
     [
-        (lambda source, target: fill(target), {}, "is there and not empty; give another folder, or ask"),
+        (lambda source, target: fill(target), {}, "is there and not empty; give another folder, or remove"),
         (lambda source, target: (target.parent.mkdir(), target.write_text("x")), {}, "is there and no folder"),
         (lambda source, target: (source / "config.json").unlink(), {}, "config.json cannot be read"),
         (lambda source, target: (source / "config.json").write_text("[]"), {}, "it does not describe a model"),
