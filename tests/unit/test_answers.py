@@ -176,6 +176,12 @@ def test_a_prompt_without_an_answer_is_no_wrong_response(answer: object) -> None
         grade_by_math(sample("\\boxed{42}", answer))
 
 
+@pytest.mark.parametrize("answer", ["\\frac{", "{{{{", "="])
+def test_an_answer_of_the_dataset_that_cannot_be_read_makes_no_response_wrong(answer: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the dataset's answer"):
+        grade_by_math(sample("\\boxed{42}", answer))
+
+
 def test_the_scorers_have_these_names() -> None:
     for name, response, expected in (
         ("math", "\\boxed{0.5}", 1.0),

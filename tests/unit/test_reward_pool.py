@@ -12,12 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
+from reasoning_gym.factory import create_dataset
 
 from megatron_a3po.errors import RewardError
 from megatron_a3po.rollout.rewards import pool as pool_module
 from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
 from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec
+from megatron_a3po.rollout.rewards.scorers import ScorerSpec, TaskSpec
 
 FUNCTIONS = "tests.unit.reward_functions"
 LONG_SECONDS = 60.0
@@ -89,6 +90,15 @@ async def test_a_function_sees_the_prompt_the_answer_the_row_and_how_the_respons
     (outcome,) = await open_pool("everything").score([[sample("x", row={"level": 5}, truncated=True)]])
 
     assert [score.value for score in outcome] == [1.0]
+
+
+async def test_a_row_reaches_its_scorer_with_its_tuples(open_pool: Callable[..., RewardPool]) -> None:
+    """Where they had become lists, arc_agi would call the right answer wrong."""
+    entry = create_dataset("arc_agi", size=1, seed=1)[0]
+    pool = open_pool("task", spec={"task": TaskSpec(name="arc_agi", options={})})
+    (outcome,) = await pool.score([[sample(entry["answer"], row=entry)]])
+
+    assert not isinstance(outcome, RewardFailure) and [score.value for score in outcome] == [1.0]
 
 
 async def test_what_a_function_prints_goes_to_the_log_and_it_sees_no_gpu(

@@ -84,13 +84,20 @@ def _is_equivalent(right: str, given: str) -> bool | None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     try:
-        return bool(verify(_parse(right), _parse(given), timeout_seconds=_DECIDE_SECONDS, raise_on_error=True))
+        expected = _parse(right)
+        if not expected:
+            # As a wrong response it would be a silent 0 for all of them.
+            raise ValueError(
+                f"math-verify cannot read the dataset's answer {right!r:.100}; use math_exact for such ones"
+            )
+        try:
+            return bool(verify(expected, _parse(given), timeout_seconds=_DECIDE_SECONDS, raise_on_error=True))
+        except MemoryError:
+            raise
+        except Exception:  # the policy may write anything, and sympy raises anything for it
+            return False
     except TimeoutException:
         return None
-    except MemoryError:
-        raise
-    except Exception:  # whatever sympy raises for an expression without sense
-        return False
 
 
 def _parse(answer: str) -> list[Any]:

@@ -1,7 +1,8 @@
 """What the trainer and a worker say to each other, over pipes between two processes of one machine.
 
-Requests are pickled, since rows may hold any Python object; they come from the trainer, which the worker must trust
-anyway. Answers are JSON, so that nothing that a reward function does to its own process is executed in the trainer.
+Requests are pickled: through JSON tuples become lists, and then reasoning-gym's arc_agi and rearc grade right answers
+as wrong. They come from the trainer, whose child the worker is. Answers are JSON, so that nothing that a reward
+function does to its own process is executed in the trainer.
 """
 
 import struct
