@@ -13,6 +13,7 @@ from megatron_a3po.config.architecture import Architecture
 from megatron_a3po.config.checks import Mistake, find_mistakes
 from megatron_a3po.config.families import read_architecture
 from megatron_a3po.config.files import parse_overrides, read_yaml, write_yaml
+from megatron_a3po.config.model_files import read_model_config
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.errors import ConfigError
 
@@ -42,7 +43,7 @@ def load_config(
 
 def load_architecture(folder: Path) -> Architecture:
     """What the config.json of a Hugging Face folder describes; `load_config` has found it in order."""
-    return read_architecture(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    return read_architecture(read_model_config(folder))
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_a3po.config.families import SUPPORTED_ARCHITECTURES, OddFields, architecture_name, read_architecture
 from megatron_a3po.config.layout_checks import architecture_mistakes
 from megatron_a3po.config.mistakes import Mistake
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, UnreadableModel, has_megatron_weights, read_model_config
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.config.variants import unbuilt_variants
 
@@ -15,16 +15,9 @@ from megatron_a3po.config.variants import unbuilt_variants
 def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
     folder = config.model
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        remedy = "give a Hugging Face model folder; `python tools/make_tiny_model.py` makes a tiny one"
-        yield Mistake("model", str(folder), "no config.json there", remedy)
-        return
-    except (OSError, ValueError) as error:
-        yield Mistake("model", str(folder), f"its config.json cannot be read ({error})", "copy the folder again")
-        return
-    if not isinstance(described, dict):
-        yield Mistake("model", str(folder), "its config.json does not describe a model", "copy the folder again")
+        described = read_model_config(folder)
+    except UnreadableModel as error:
+        yield Mistake("model", str(folder), error.problem, error.remedy)
         return
     yield from _files(folder)
     name = architecture_name(described)

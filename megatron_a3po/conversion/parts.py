@@ -1,11 +1,11 @@
 """What both directions of a conversion share: which models can be converted, and how they are cut into files."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config.families import read_architecture
+from megatron_a3po.config.model_files import read_model_config
 from megatron_a3po.config.variants import unbuilt_variants
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
@@ -13,13 +13,7 @@ from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
 
 def describe_model(model: Path) -> Skeleton:
     """The parameters that config.json in the folder describes. Raises ConfigError for a model that cannot be built."""
-    file = model / "config.json"
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: cannot be read ({error}); copy it again") from None
-    if not isinstance(described, dict):
-        raise ConfigError(f"{file}: does not describe a model; copy it again")
+    described = read_model_config(model)
     _refuse_unsupported(described, model)
     try:
         skeleton = build_skeleton(model)
@@ -28,7 +22,7 @@ def describe_model(model: Path) -> Skeleton:
         return skeleton
     except Exception as error:  # transformers, megatron-bridge and Megatron each have their own way to refuse
         raise ConfigError(
-            f"{file}: no model can be built from it ({type(error).__name__}: {error}); copy it again"
+            f"{model / 'config.json'}: no model can be built from it ({type(error).__name__}: {error}); copy it again"
         ) from error
 
 

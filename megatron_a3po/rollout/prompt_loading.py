@@ -1,9 +1,9 @@
 """From the configuration to the prompts of a run."""
 
-import json
 from typing import Any
 
 from megatron_a3po.config import DataConfig, RunConfig
+from megatron_a3po.config.model_files import read_model_config
 from megatron_a3po.data.dataset import DatasetFiles, load_dataset
 from megatron_a3po.data.prompts import PromptSet
 from megatron_a3po.data.questions import PromptEncoder
@@ -18,7 +18,7 @@ def load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
     Raises DataError.
     """
     data = config.data
-    described = json.loads((config.model / "config.json").read_text(encoding="utf-8"))
+    described = read_model_config(config.model)
     longest = _longest_prompt(config, described)
     if data.task is not None:
         prompts = load_task(

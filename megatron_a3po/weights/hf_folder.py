@@ -1,6 +1,5 @@
 """The weights of a Hugging Face folder, read one tensor at a time."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatron_a3po.config.model_files import UnreadableModel, read_model_config
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.weights.hf_folder_checks import FP8_DTYPE, read_files, weight_problems
 from megatron_a3po.weights.quantize import SCALE_SUFFIX, dequantize_blockwise
@@ -52,7 +52,11 @@ class HfFolder:
         if not path.is_dir():
             raise UnusableFolder(path, ["no such folder; give a Hugging Face model folder"])
         problems: list[str] = []
-        config = _read_config(path / "config.json", problems)
+        config: dict[str, Any] | None = None
+        try:
+            config = read_model_config(path)
+        except UnreadableModel as error:
+            problems.append(f"{error.problem}; {error.remedy}")
         try:
             files = read_files(path)
         except OSError as error:
@@ -120,17 +124,3 @@ class HfFolder:
                 f"{self.path / file}: ends inside {name}, and did not before; was it replaced? Start again"
             )
         return tensor
-
-
-def _read_config(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        problems.append("no config.json there; give a Hugging Face model folder")
-    except (OSError, ValueError) as error:
-        problems.append(f"config.json cannot be read ({error}); copy or download it again")
-    else:
-        if isinstance(config, dict):
-            return config
-        problems.append("config.json does not describe a model; copy or download it again")
-    return None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_a3po.config.model_files import read_model_config
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.runtime.durable import sync_folder, write_durably
 from megatron_a3po.weights.hf_folder_checks import INDEX, PICKLE_SUFFIXES, some
@@ -117,7 +118,7 @@ class HfOutput:
             self._give_name()
 
     def _refuse_bad_folders(self) -> None:
-        _read_config(self.source)
+        read_model_config(self.source)
         if not self.target.name:
             raise ConfigError(f"{self.target}: the folder needs a name; give its path with the name")
         if self.target.is_dir() and not self.replace and any(self.target.iterdir()):
@@ -171,7 +172,7 @@ class HfOutput:
             )
 
     def _config(self, shards: Sequence[Shard]) -> dict[str, Any]:
-        config = _read_config(self.source)
+        config = read_model_config(self.source)
         for key in ("quantization_config", "compression_config"):
             config.pop(key, None)
         if self.quantization_config is not None:
@@ -215,18 +216,6 @@ def model_files(source: Path) -> list[tuple[Path, str]]:
         for path in sorted(paths)
         if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES) and path != source / "config.json"
     ]
-
-
-def _read_config(source: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it does not describe a model")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{source}: its config.json cannot be read ({error}); give the Hugging Face folder that the model came from"
-        ) from None
-    return config
 
 
 def _holds(path: Path, shard: Shard) -> bool:

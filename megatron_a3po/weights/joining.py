@@ -1,9 +1,8 @@
 """Meeting the rollout servers in a process group that has none of the trainer's other ranks."""
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -56,20 +55,6 @@ def join_as_first(
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
-
-
-def in_daemon_thread[T](work: Callable[[], T]) -> Future[T]:
-    """Not a pool's thread, which would keep a failed process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-update group", daemon=True).start()
-    return future
 
 
 def wait_for_all(futures: Sequence[Future[Any]], signals: Signals, timeout_seconds: float) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
+from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.checksums import check_servers
-from megatron_a3po.weights.joining import in_daemon_thread
 from megatron_a3po.weights.pipeline import BucketPipeline
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.problems import EXPECTED, describe, problem_of
@@ -159,7 +159,7 @@ class WeightPublisher:
         signals, sending, announcing = (Signals(store, name) for store in self._stores)
         announcer = None
         if self._receivers is not None:
-            announcer = in_daemon_thread(partial(self._announce, version, announcing))
+            announcer = in_background(partial(self._announce, version, announcing), "publication")
         self._send_own(signals, sending)
         if announcer is not None:
             announcer.result()

@@ -1,10 +1,10 @@
 """In which precision the servers hold the model, and so in which it has to be published."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_a3po.config.model_files import UnreadableModel, read_model_config
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.weights.quantize import BLOCK, is_quantized
@@ -78,13 +78,12 @@ def _is_part(module: str, names: set[str]) -> bool:
 
 def _of_server(url: str, model: str, quantization: str | None) -> dict[str, Any] | None:
     try:
-        described = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_model_config(Path(model)).get("quantization_config")
+    except UnreadableModel as error:
         logger.warning(
             "%s: the folder of its model cannot be read here (%s); weights are published unquantised", url, error
         )
-        described = {}
-    config = described.get("quantization_config") if isinstance(described, dict) else None
+        config = None
     if config is None and quantization is None:
         return None
     if config is None:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
+from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import update_group_name
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.joining import in_daemon_thread, join_as_first, meeting_place, open_store, wait_for_all
+from megatron_a3po.weights.joining import join_as_first, meeting_place, open_store, wait_for_all
 from megatron_a3po.weights.plan import Plan, as_request
 from megatron_a3po.weights.problems import as_publish_error, problem_of
 from megatron_a3po.weights.receivers import Members, WeightReceivers
@@ -196,11 +197,10 @@ class UpdateGroups:
                 self._receivers.forget_group(name)
                 waiting.append(self._receivers.create_group(name, address, port, self._backend, self._timeout_seconds))
             if self._rank == owner:
-                self._built = in_daemon_thread(
-                    partial(
-                        join_as_first, name, (address, port), members.world_size, self._backend, self._timeout_seconds
-                    )
+                join = partial(
+                    join_as_first, name, (address, port), members.world_size, self._backend, self._timeout_seconds
                 )
+                self._built = in_background(join, "weight-update group")
                 waiting.append(self._built)
             wait_for_all(waiting, signals, self._timeout_seconds)
         except Exception as error:

@@ -194,8 +194,12 @@ def fill(folder: Path) -> None:
     [
         (lambda source, target: fill(target), {}, "is there and not empty; give another folder, or remove"),
         (lambda source, target: (target.parent.mkdir(), target.write_text("x")), {}, "is there and no folder"),
-        (lambda source, target: (source / "config.json").unlink(), {}, "config.json cannot be read"),
-        (lambda source, target: (source / "config.json").write_text("[]"), {}, "it does not describe a model"),
+        (lambda source, target: (source / "config.json").unlink(), {}, "no config.json there"),
+        (
+            lambda source, target: (source / "config.json").write_text("[]"),
+            {},
+            "its config.json does not describe a model",
+        ),
         (lambda source, target: None, {"target": "source", "replace": True}, "would replace"),
         (lambda source, target: None, {"target": "", "replace": True}, "would replace"),
         (lambda source, target: None, {"target": "/"}, "needs a name"),
