@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config import RunConfig
+from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.logging import logger, progress_line
 from megatron_a3po.runtime.metrics import MetricsWriter, read_metrics
 from megatron_a3po.runtime.report import write_report
@@ -97,11 +98,17 @@ class RunRecorder:
 
 
 def complete_run(run_dir: Path) -> None:
-    """What a run that was killed after its last checkpoint had no time for."""
-    rows = read_metrics(run_dir)
-    if rows and not (run_dir / "summary.json").exists():
-        summary = summarize_run(rows, {}, wall_seconds=rows[-1]["wall_seconds"])
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    """Summary and report of a run that was killed after its last checkpoint, where it had no time for them.
+
+    What happened to the groups of prompts that were not trained on is not known any more.
+    """
+    rows, file = read_metrics(run_dir), run_dir / "summary.json"
+    if not rows:
+        return
+    summary = summarize_run(rows, {}, wall_seconds=rows[-1]["wall_seconds"])
+    # A summary of fewer steps is that of the run before its num_steps were raised.
+    if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["num_steps"] != summary["num_steps"]:
+        write_durably(file, json.dumps(summary, indent=2) + "\n")
     write_report(run_dir)
 
 

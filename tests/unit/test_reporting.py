@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_a3po.algorithm.advantage import compute_advantages
-from megatron_a3po.config import RunConfig
+from megatron_a3po.config import CheckpointConfig, RunConfig
 from megatron_a3po.runtime.metrics import MetricsWriter, batch_metrics, read_metrics
-from megatron_a3po.runtime.recorder import RunRecorder, mean_seconds_by_phase, summarize_run
+from megatron_a3po.runtime.recorder import RunRecorder, complete_run, mean_seconds_by_phase, summarize_run
 from megatron_a3po.runtime.report import write_report
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import FinishReason, Trajectory
@@ -206,6 +206,34 @@ def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_else
     assert 0 <= rows[1]["seconds/train"] <= rows[1]["seconds"] <= rows[1]["wall_seconds"]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["num_steps"], summary["eval_accuracy_before"], summary["eval_accuracy_after"]) == (1, 0.25, 0.5)
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_gets_its_summary_and_report(run: Path) -> None:
+    rows = [row | {"wall_seconds": 12.5} for row in ROWS]
+    write_rows(run, rows)
+    whole = json.loads((run / "summary.json").read_text())
+    complete_run(run)
+    assert json.loads((run / "summary.json").read_text()) == whole, "it was there, with its ledger"
+
+    (run / "report.html").unlink()
+    (run / "summary.json").write_text(json.dumps(whole | {"num_steps": 1}))  # of the run before num_steps were raised
+    complete_run(run)
+    assert json.loads((run / "summary.json").read_text()) == whole | {"ledger": {}}
+    (run / "summary.json").unlink()
+    complete_run(run)
+    assert json.loads((run / "summary.json").read_text()) == whole | {"ledger": {}}
+    assert (run / "report.html").exists()
+
+
+def test_exports_are_due_on_schedule_and_the_model_after_the_last_step() -> None:
+    config = CheckpointConfig(export_every_steps=2)
+    assert [config.exports(step, 4) for step in range(1, 5)] == [
+        [],
+        ["exports/step_00000002"],
+        [],
+        ["exports/step_00000004", "model"],
+    ]
+    assert CheckpointConfig().exports(4, 4) == ["model"] and CheckpointConfig().exports(3, 4) == []
 
 
 def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other_steps_start_again(
