@@ -4,6 +4,7 @@ What results holds `config.json`, the tokenizer and whatever else was beside the
 in Megatron's torch_dist format with a manifest. It has no layout: any one can load it.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,13 @@ from typing import Any
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, read_model_config
 from megatron_a3po.conversion.parts import describe_model, split_parts
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import Piece, finish_checkpoint, is_whole, write_pieces
 from megatron_a3po.conversion.unfinished import UnfinishedFolder
 from megatron_a3po.errors import CheckpointError, ConfigError
+from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.manifest import FileRecord, describe, write_manifest
 from megatron_a3po.weights.hf_folder import HfFolder
 from megatron_a3po.weights.hf_output import model_files
@@ -76,6 +78,8 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
             pieces = write_pieces(weights / f"__{number}_0.distcp", _pieces(skeleton, files[number], folder, advance))
             output.note(str(number), [piece.model_dump() for piece in pieces])
     _finish(weights, output, len(files), processes)
+    if not (source / "tokenizer.json").exists():
+        processes.say(f"{source}: has no tokenizer.json; to train with {target}, copy the tokenizer's files there")
 
 
 def _pieces(
@@ -100,9 +104,13 @@ def _noted_pieces(output: UnfinishedFolder, number: int) -> list[Piece]:
 
 def _copy_model_files(source: Path, folder: Path) -> None:
     (folder / MEGATRON_WEIGHTS).mkdir(exist_ok=True)
-    for file, name in [*model_files(source), (source / "config.json", "config.json")]:
+    for file, name in model_files(source):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
+    described = read_model_config(source)
+    # The weights are now those that the quantised ones stand for.
+    described.pop("quantization_config", None)
+    write_durably(folder / "config.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
 
 
 def _finish(weights: Path, output: UnfinishedFolder, num_files: int, processes: Processes) -> None:

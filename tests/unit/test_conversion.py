@@ -107,6 +107,7 @@ def test_a_folder_of_blockwise_fp8_weights_is_converted_as_the_weights_it_stands
     assert _config(tmp_path / "fp8")["quantization_config"]["weight_block_size"] == [128, 128]
 
     convert_to_megatron(tmp_path / "fp8", tmp_path / "again", processes)
+    assert "quantization_config" not in _config(tmp_path / "again"), "a server would be started in FP8"
     convert_to_hf(find_source(tmp_path / "again", None), tmp_path / "bf16", processes, fp8=False)
     assert "quantization_config" not in _config(tmp_path / "bf16")
     for name, tensor in load_file(tmp_path / "bf16" / "model.safetensors").items():
