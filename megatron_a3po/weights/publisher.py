@@ -230,8 +230,9 @@ class WeightPublisher:
         assert self._receivers is not None
         try:
             self._transport.deliver(version, signals, self._timer)
-            with self._timer.phase("publish/checksums"):
+            with self._timer.phase("publish/flush"):
                 self._receivers.flush()
+            with self._timer.phase("publish/checksums"):
                 check_servers(self._receivers, version)
             with self._timer.phase("publish/resume"):
                 self._receivers.confirm(version)
