@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron_a3po.weights.safetensors_format import TensorSpec
-from megatron_a3po.weights.safetensors_writer import SafetensorsWriter
+from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
 
 _TOOLS = Path(__file__).resolve().parent
 _HIDDEN, _INTERMEDIATE, _KEYS = 2048, 8192, 512

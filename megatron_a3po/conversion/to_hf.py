@@ -15,10 +15,8 @@ from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import TorchDistReader
 from megatron_a3po.conversion.unfinished import claim_target
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.runtime.manifest import MANIFEST, check
-from megatron_a3po.runtime.run_dir import CONFIG_FILE
-from megatron_a3po.weights.hf_output import HfOutput
-from megatron_a3po.weights.quantize import (
+from megatron_a3po.hf.output import HfOutput
+from megatron_a3po.hf.quantize import (
     FP8,
     SCALE_SUFFIX,
     is_quantized,
@@ -26,8 +24,10 @@ from megatron_a3po.weights.quantize import (
     quantize_blockwise,
     scale_shape,
 )
-from megatron_a3po.weights.safetensors_format import TensorSpec
-from megatron_a3po.weights.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.runtime.manifest import MANIFEST, check
+from megatron_a3po.runtime.run_dir import CONFIG_FILE
 from megatron_a3po.weights.skeleton import Part, Skeleton
 
 

@@ -21,10 +21,10 @@ from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import Piece, finish_checkpoint, is_whole, write_pieces
 from megatron_a3po.conversion.unfinished import UnfinishedFolder
 from megatron_a3po.errors import CheckpointError, ConfigError
+from megatron_a3po.hf.folder import HfFolder
+from megatron_a3po.hf.output import model_files
 from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.manifest import FileRecord, describe, write_manifest
-from megatron_a3po.weights.hf_folder import HfFolder
-from megatron_a3po.weights.hf_output import model_files
 from megatron_a3po.weights.skeleton import Part, Skeleton
 
 _FILE_BYTES = 1024**3

@@ -16,8 +16,8 @@ from megatron_a3po.conversion.to_hf import MegatronWeights
 from megatron_a3po.conversion.to_megatron import LazyTensors
 from megatron_a3po.conversion.torch_dist import TorchDistReader
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.weights.hf_folder import HfFolder
-from megatron_a3po.weights.quantize import SCALE_SUFFIX, dequantize_blockwise
+from megatron_a3po.hf.folder import HfFolder
+from megatron_a3po.hf.quantize import SCALE_SUFFIX, dequantize_blockwise
 from megatron_a3po.weights.skeleton import Part
 
 _BYTES_PER_PARAMETER = 9

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.sources import PlannedPart
 
 _PIECES = 8

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.parallel.messages import broadcast_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.disk import DiskTransport
-from megatron_a3po.weights.hf_folder import HfFolder
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.served import fp8_rule, served_quantization

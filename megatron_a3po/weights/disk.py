@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.output import HfOutput
+from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
+from megatron_a3po.hf.shards import Shard, shard_name
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.hf_output import HfOutput
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
-from megatron_a3po.weights.safetensors_writer import SafetensorsWriter
-from megatron_a3po.weights.shards import Shard, shard_name
 from megatron_a3po.weights.signals import Signals
 
 _FOLDER = "folder"

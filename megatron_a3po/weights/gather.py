@@ -18,12 +18,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
+from megatron_a3po.hf.quantize import FP8, SCALE_SUFFIX, quantize_blockwise, scale_shape
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
-from megatron_a3po.weights.quantize import FP8, SCALE_SUFFIX, quantize_blockwise, scale_shape
-from megatron_a3po.weights.safetensors_format import TensorSpec
 from megatron_a3po.weights.skeleton import Part, build_skeleton
 from megatron_a3po.weights.sources import Holdings, Shard, Source
 

@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.quantize import SCALE_SUFFIX
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.buckets import Bucket, split_into_buckets
-from megatron_a3po.weights.quantize import SCALE_SUFFIX
-from megatron_a3po.weights.safetensors_format import TensorSpec
 from megatron_a3po.weights.sources import Holdings, PlannedPart, find_source, refuse_different_replicas
 
 

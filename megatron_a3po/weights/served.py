@@ -6,9 +6,9 @@ from typing import Any
 
 from megatron_a3po.config.model_files import UnreadableModel, read_model_config
 from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.quantize import BLOCK, is_quantized
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.weights.quantize import BLOCK, is_quantized
-from megatron_a3po.weights.safetensors_format import TensorSpec
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that a server fuses into one, which has one precision."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.hf.safetensors_format import TensorSpec
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters whose rows are padded, so that every tensor-parallel rank has as many."""

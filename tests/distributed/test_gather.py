@@ -44,8 +44,8 @@ def _collect_in_fp8(folder: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_a3po.hf.quantize import quantization_config
     from megatron_a3po.weights.gather import WeightCollector
-    from megatron_a3po.weights.quantize import quantization_config
     from megatron_a3po.weights.served import fp8_rule
     from tests.distributed.live_bytes import LiveBytes
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_a3po.weights.quantize import UnusableWeights, dequantize_blockwise, quantize_blockwise
+from megatron_a3po.hf.quantize import UnusableWeights, dequantize_blockwise, quantize_blockwise
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_a3po import cpu
 from megatron_a3po.errors import A3poError, CheckpointError, ConfigError
-from megatron_a3po.weights.quantize import dequantize_blockwise, quantize_blockwise
+from megatron_a3po.hf.quantize import dequantize_blockwise, quantize_blockwise
 from tests.distributed.conversion_cases import differing_tensors
 from tests.tiny_models import FAMILIES, save_tiny_model
 

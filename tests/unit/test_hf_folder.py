@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.weights.hf_folder import HfFolder, UnusableFolder
-from megatron_a3po.weights.quantize import quantization_config, quantize_blockwise
-from megatron_a3po.weights.safetensors_format import DTYPES, DamagedFile, read_header
+from megatron_a3po.hf.folder import HfFolder, UnusableFolder
+from megatron_a3po.hf.quantize import quantization_config, quantize_blockwise
+from megatron_a3po.hf.safetensors_format import DTYPES, DamagedFile, read_header
 from tests.tiny_models import save_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

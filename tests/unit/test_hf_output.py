@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, CheckpointError, ConfigError
-from megatron_a3po.weights import export
-from megatron_a3po.weights.export import save_hf_folder
-from megatron_a3po.weights.hf_folder import HfFolder
-from megatron_a3po.weights.hf_output import HfOutput
-from megatron_a3po.weights.quantize import quantization_config
-from megatron_a3po.weights.safetensors_format import TensorSpec
-from megatron_a3po.weights.shards import Shard, plan_shards
+from megatron_a3po.hf import export
+from megatron_a3po.hf.export import save_hf_folder
+from megatron_a3po.hf.folder import HfFolder
+from megatron_a3po.hf.output import HfOutput
+from megatron_a3po.hf.quantize import quantization_config
+from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.hf.shards import Shard, plan_shards
 from tests.tiny_models import save_tiny_model
 
 TENSORS = {f"layer.{index}": torch.arange(8.0) + index for index in range(5)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.building import published_names
 from megatron_a3po.weights.plan import (
     PartSpec,
@@ -17,7 +18,6 @@ from megatron_a3po.weights.plan import (
     refuse_different_digests,
     refuse_other_names,
 )
-from megatron_a3po.weights.safetensors_format import TensorSpec
 from megatron_a3po.weights.sources import Holdings, Shard
 
 VOCABULARY, HIDDEN = 10, 4

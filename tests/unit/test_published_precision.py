@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.weights.quantize import quantization_config
-from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.hf.quantize import quantization_config
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.served import fp8_rule, served_quantization
 
 URLS = ("http://a:1", "http://b:2")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
@@ -24,7 +25,6 @@ from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import PartSpec, make_plan
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
-from megatron_a3po.weights.safetensors_format import TensorSpec
 from megatron_a3po.weights.sources import Holdings, Shard
 from megatron_a3po.weights.transport import UpdateGroups
 from tests.unit.scripted_server import Receiver, ScriptedServer, answer, hang, refuse, start_receiver

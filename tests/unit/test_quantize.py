@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from megatron_a3po.weights import quantize
-from megatron_a3po.weights.quantize import (
+from megatron_a3po.hf import quantize
+from megatron_a3po.hf.quantize import (
     SCALE_SUFFIX,
     UnusableWeights,
     dequantize_blockwise,

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.weights.safetensors_format import DTYPES, TensorSpec, read_header
-from megatron_a3po.weights.safetensors_writer import GrowingSafetensorsWriter, SafetensorsWriter
+from megatron_a3po.hf.safetensors_format import DTYPES, TensorSpec, read_header
+from megatron_a3po.hf.safetensors_writer import GrowingSafetensorsWriter, SafetensorsWriter
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.weights.hf_output import HfOutput
-from megatron_a3po.weights.safetensors_format import TensorSpec
-from megatron_a3po.weights.safetensors_writer import GrowingSafetensorsWriter
-from megatron_a3po.weights.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.hf.output import HfOutput
+from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.hf.safetensors_writer import GrowingSafetensorsWriter
+from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
 
 
 def save_hf_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, rank: int) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
+from megatron_a3po.hf.safetensors_format import ALIGNMENT, DTYPE_NAMES, TensorSpec, make_header
 from megatron_a3po.runtime.durable import sync_folder
-from megatron_a3po.weights.safetensors_format import ALIGNMENT, DTYPE_NAMES, TensorSpec, make_header
 
 _RESERVED_HEADER_BYTES = 1 << 20
 """Of a file whose tensors are not known beforehand: room for some 7,000."""

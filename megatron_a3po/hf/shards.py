@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.weights.hf_folder_checks import SINGLE
-from megatron_a3po.weights.safetensors_format import TensorSpec
+from megatron_a3po.hf.folder_checks import SINGLE
+from megatron_a3po.hf.safetensors_format import TensorSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
 """As in the folders that transformers writes."""

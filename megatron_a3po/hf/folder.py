@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_a3po.config.model_files import UnreadableModel, read_model_config
 from megatron_a3po.errors import CheckpointError, ConfigError
-from megatron_a3po.weights.hf_folder_checks import FP8_DTYPE, read_files, weight_problems
-from megatron_a3po.weights.quantize import SCALE_SUFFIX, dequantize_blockwise
-from megatron_a3po.weights.safetensors_format import DTYPES, StoredTensor
+from megatron_a3po.hf.folder_checks import FP8_DTYPE, read_files, weight_problems
+from megatron_a3po.hf.quantize import SCALE_SUFFIX, dequantize_blockwise
+from megatron_a3po.hf.safetensors_format import DTYPES, StoredTensor
 
 
 class UnusableFolder(ConfigError):
