@@ -28,6 +28,7 @@ from megatron_a3po.runtime.processes import die_with_parent
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALLED = 128
 """A keeper whose scorer was killed by signal n ends with exit code 128 + n, as a shell does."""
+_KEEPER_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 _MAX_MESSAGE_CHARACTERS = 500
 
 
@@ -38,11 +39,12 @@ def main() -> NoReturn:
     os.dup2(null, 0)
     os.dup2(2, 1)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Before the fork, and before any module that has threads is imported.
-    signal.signal(signal.SIGTERM, _end)
+    # The keeper takes its signals by `sigwait`: a handler, which Python runs between two instructions, would not run if
+    # the signal came just before a system call that waits. Before the fork, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
     scorer = os.fork()
     if scorer == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEEPER_SIGNALS)
         die_with_parent(signal.SIGKILL)
         _score_for_ever(os.fdopen(requests, "rb"), answers)
     os.close(requests)
@@ -51,27 +53,27 @@ def main() -> NoReturn:
     _keep(scorer)
 
 
-class _End(BaseException):
-    """SIGTERM has come."""
-
-
-def _end(*_: object) -> NoReturn:
-    raise _End
-
-
 def _keep(scorer: int) -> NoReturn:
     code = 1
-    with suppress(_End):
-        ended, status = 0, 0
-        while ended != scorer:  # others are orphans of a reward function
-            ended, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while signal.sigwait(_KEEPER_SIGNALS) == signal.SIGCHLD:
+        ended, status = _reap(scorer)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            break
     with suppress(ProcessLookupError, ChildProcessError):
         os.kill(scorer, signal.SIGKILL)
         os.waitpid(scorer, 0)
     _kill_descendants()
     os._exit(code if code >= 0 else _SIGNALLED - code)
+
+
+def _reap(scorer: int) -> tuple[bool, int]:
+    """Whether the scorer is among the children that have ended, and its status. Others are orphans of a reward
+    function."""
+    pid = -1
+    while pid not in (0, scorer):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    return pid == scorer, status
 
 
 def _kill_descendants() -> None:
