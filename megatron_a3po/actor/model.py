@@ -109,6 +109,7 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         # In one batch of sends and receives, two stages could not tell activations from gradients: Megatron's batches
         # match them by order alone. Interleaved stages therefore exchange each on its own, which also overlaps them.
         "overlap_p2p_comm": parallel.virtual_pipeline > 1,

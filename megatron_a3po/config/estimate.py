@@ -71,7 +71,7 @@ def estimate_memory(config: RunConfig, architecture: Architecture, world_size: i
 def rank_parameters(parallel: ParallelConfig, architecture: Architecture, stage: int) -> RankParameters:
     """Of one rank of pipeline stage `stage`; the stage's ranks hold equal numbers."""
     tensor, last = parallel.tensor, parallel.pipeline - 1
-    layers = [architecture.layer_parameters(index) for index in _layers_of(parallel, architecture, stage)]
+    layers = [architecture.layer_parameters(index) for index in layers_of_stage(parallel, architecture, stage)]
     matrices = sum(layer.sharded for layer in layers) // tensor
     dense = matrices + sum(layer.replicated for layer in layers)
     table = padded_vocab_size(parallel, architecture) // tensor * architecture.hidden_size
@@ -172,7 +172,7 @@ def _activations(config: RunConfig, architecture: Architecture, stage: int) -> i
     """Per layer of the stage and microbatch in flight, what `activation_recompute` leaves of it."""
     parallel, item = config.parallel, _item_bytes(config)
     tokens = config.actor.microbatch_tokens // parallel.tensor
-    layers = _layers_of(parallel, architecture, stage)
+    layers = layers_of_stage(parallel, architecture, stage)
     whole = [layer_activation_bytes(architecture, index, item) for index in layers]
     kept, again = whole, 0
     match config.actor.activation_recompute:
@@ -199,8 +199,12 @@ def _output_layer_bytes(config: RunConfig, architecture: Architecture) -> int:
     return tiles + tokens * hidden * (item + sums) + columns * hidden * sums
 
 
-def _layers_of(parallel: ParallelConfig, architecture: Architecture, stage: int) -> list[int]:
-    """The stage's layers: with interleaving, every `pipeline`-th chunk."""
+def layers_of_stage(parallel: ParallelConfig, architecture: Architecture, stage: int) -> list[int]:
+    """Indices of the stage's layers: with interleaving, every `pipeline`-th chunk."""
+    last, others = parallel.last_stage_layers, parallel.pipeline - 1
+    if last is not None and others > 0:
+        size = (architecture.num_layers - last) // others
+        return list(range(stage * size, architecture.num_layers if stage == others else (stage + 1) * size))
     size = architecture.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
     starts = [(chunk * parallel.pipeline + stage) * size for chunk in range(parallel.virtual_pipeline)]
     return [start + offset for start in starts for offset in range(size)]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_a3po.config.architecture import Architecture
+from megatron_a3po.config.estimate import layers_of_stage
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import RunConfig
 
@@ -54,6 +55,15 @@ def rank_mistakes(config: RunConfig, world_size: int | None) -> Iterator[Mistake
             "one pipeline stage has nothing to interleave",
             "use 1, or `parallel.pipeline` above 1",
             ("parallel.pipeline",),
+        )
+    if parallel.last_stage_layers is not None and (parallel.pipeline == 1 or parallel.virtual_pipeline > 1):
+        one = "parallel.pipeline" if parallel.pipeline == 1 else "parallel.virtual_pipeline"
+        yield Mistake(
+            "parallel.last_stage_layers",
+            parallel.last_stage_layers,
+            "one pipeline stage has all layers" if parallel.pipeline == 1 else "interleaved stages are equally large",
+            f"remove this key, or change `{one}`",
+            (one,),
         )
     if world_size is not None:
         yield from _world(config, world_size)
@@ -122,6 +132,9 @@ def _tensor_problems(tensor: int, architecture: Architecture) -> list[str]:
     # Beyond one rank per key-value head, several compute the same key and value for different queries.
     elif kv_heads % tensor and tensor % kv_heads:
         problems.append(f"neither a divisor nor a multiple of the model's {kv_heads} key-value heads")
+    # The projection is cut into equal rows wherever its heads lie: Megatron gathers what it gives, and takes heads.
+    elif _qkv_rows(architecture) % tensor:
+        problems.append(f"does not divide the {_qkv_rows(architecture)} rows of the model's queries, keys and values")
     if architecture.num_moe_layers < architecture.num_layers and architecture.intermediate_size % tensor:
         problems.append(f"does not divide the model's {architecture.intermediate_size} hidden units of the MLP")
     if experts and experts.shared_intermediate_size % tensor:
@@ -131,12 +144,24 @@ def _tensor_problems(tensor: int, architecture: Architecture) -> list[str]:
 
 def _pipeline(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
     layers, parallel = architecture.num_layers, config.parallel
-    if layers % parallel.pipeline:
+    last, others = parallel.last_stage_layers, parallel.pipeline - 1
+    if last is not None and others > 0:
+        if last >= layers or (layers - last) % others:
+            yield Mistake(
+                "parallel.last_stage_layers",
+                last,
+                f"leaves {layers - last} of the model's {layers} layers to {others} other pipeline stages",
+                f"use one of {[fitting for fitting in range(1, layers) if (layers - fitting) % others == 0]}",
+                ("parallel.pipeline", "model"),
+            )
+    elif layers % parallel.pipeline:
+        fitting = (layers - 1) % others + 1
+        more = f", or `parallel.last_stage_layers: {fitting}`" if fitting < layers else ""
         yield Mistake(
             "parallel.pipeline",
             parallel.pipeline,
             f"does not divide the model's {layers} layers",
-            f"use one of {_divisors(layers)}",
+            f"use one of {_divisors(layers)}{more}",
             ("model",),
         )
     elif layers % (parallel.pipeline * parallel.virtual_pipeline):
@@ -175,8 +200,8 @@ def _experts(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]
 
 
 def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
-    stage = architecture.num_layers // config.parallel.pipeline
-    for key in ("bf16_layers_at_start", "bf16_layers_at_end"):
+    for key, index in (("bf16_layers_at_start", 0), ("bf16_layers_at_end", config.parallel.pipeline - 1)):
+        stage = len(layers_of_stage(config.parallel, architecture, index))
         if getattr(config.fp8, key) > stage:
             yield Mistake(
                 f"fp8.{key}",
@@ -205,11 +230,16 @@ def _widths(tensor: int, architecture: Architecture) -> Iterator[tuple[int, str]
     yield architecture.hidden_size, "hidden units"
     if architecture.latent is None:
         yield architecture.num_heads * architecture.head_dim // tensor, "hidden units of the attention"
+        yield _qkv_rows(architecture) // tensor, "rows of queries, keys and values"
     if architecture.num_moe_layers < architecture.num_layers:
         yield architecture.intermediate_size // tensor, "hidden units of the MLP"
     if experts:
         yield experts.intermediate_size, "hidden units of an expert"
         yield experts.shared_intermediate_size // tensor, "hidden units of the shared experts"
+
+
+def _qkv_rows(architecture: Architecture) -> int:
+    return (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
 
 
 def _divisors(count: int) -> list[int]:

@@ -81,6 +81,9 @@ class ParallelConfig(Section):
     """Pipeline stages (1F1B schedule)."""
     virtual_pipeline: Positive = 1
     """Model chunks on each pipeline stage; above 1, the interleaved schedule."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage, which has the output layer besides; the others divide the rest. null: as many
+    as the others have."""
     context: Positive = 1
     """Ranks that share the tokens of every sequence."""
     expert: Positive = 1

@@ -50,6 +50,7 @@ OPTIONS = [
     Case(parallel=_TP2_PP2, settings={"actor": {"activation_recompute": "selective"}}),
     Case(parallel=_TP2_PP2, settings={"actor": {"activation_recompute": "full"}}),
     Case(parallel={**_TP2_PP2, "overlap": False}),
+    Case(family="deepseek_v3", parallel={"pipeline": 2, "expert": 2, "last_stage_layers": 1}),
     Case(parallel={"tensor": 2}, settings={"actor": {"minibatches": 2}}),
     Case(parallel={"tensor": 2}, settings={"actor": {"minibatches": 4}, "proximal": "recompute"}),
     Case(parallel={"tensor": 2, "overlap": False}, settings={"actor": {"minibatches": 2}}),

@@ -65,6 +65,7 @@ LAYOUTS = [
     {"pipeline": 3},
     {"pipeline": 2, "virtual_pipeline": 3, "context": 2},
     {"tensor": 4, "pipeline": 2, "expert": 8},
+    {"pipeline": 4, "last_stage_layers": 3},
 ]
 
 
@@ -164,6 +165,16 @@ def test_fp8_keeps_two_copies_of_the_matrices_beside_the_weights_or_in_their_pla
 
     assert fp8.weights == bf16.weights + 2 * matrices
     assert estimate(QWEN3_8B, 1, "precision=fp8", "fp8.parameters=true").weights == bf16.weights
+
+
+def test_the_last_stage_may_hold_another_number_of_layers() -> None:
+    """DeepSeek-V3's 61 layers, the first three of them dense, on eight stages: seven of eight, and five."""
+    architecture = read_architecture(DEEPSEEK | {"num_hidden_layers": 61, "first_k_dense_replace": 3})
+    parallel = run("parallel.pipeline=8", "parallel.last_stage_layers=5").parallel
+    of_expert_layer = architecture.layer_parameters(60).experts
+
+    experts = [rank_parameters(parallel, architecture, stage).experts for stage in range(8)]
+    assert experts == [count * of_expert_layer for count in (5, 8, 8, 8, 8, 8, 8, 5)]
 
 
 @pytest.mark.parametrize(

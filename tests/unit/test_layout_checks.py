@@ -119,6 +119,18 @@ def against(description: dict[str, Any], *overrides: str) -> list[Mistake]:
             "actor.minibatches = 5: rollout.prompts_per_step = 32 groups do not divide into so many equal parts; use "
             "a divisor of 32, or 35 prompts per step",
         ),
+        (
+            ["parallel.last_stage_layers=1"],
+            None,
+            "parallel.last_stage_layers = 1: one pipeline stage has all layers; remove this key, or change "
+            "`parallel.pipeline`",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.last_stage_layers=1"],
+            None,
+            "parallel.last_stage_layers = 1: interleaved stages are equally large; remove this key, or change "
+            "`parallel.virtual_pipeline`",
+        ),
     ],
 )
 def test_a_layout_that_the_ranks_or_the_batch_do_not_allow_is_refused(
@@ -156,7 +168,15 @@ def test_microbatches_are_a_multiple_of_what_the_layout_cuts_them_into(overrides
             ["parallel.tensor=6"],
             [
                 "parallel.tensor = 6: neither a divisor nor a multiple of the model's 4 key-value heads; use one of "
-                "[1, 2, 4, 12]"
+                "[1, 2, 4]"
+            ],
+        ),
+        (
+            DENSE | {"num_attention_heads": 12, "num_key_value_heads": 4},
+            ["parallel.tensor=12"],
+            [
+                "parallel.tensor = 12: does not divide the 320 rows of the model's queries, keys and values; use one "
+                "of [1, 2, 4]"
             ],
         ),
         (
@@ -167,7 +187,35 @@ def test_microbatches_are_a_multiple_of_what_the_layout_cuts_them_into(overrides
         (
             DENSE,
             ["parallel.pipeline=5", "parallel.virtual_pipeline=7"],
-            ["parallel.pipeline = 5: does not divide the model's 12 layers; use one of [1, 2, 3, 4, 6, 12]"],
+            [
+                "parallel.pipeline = 5: does not divide the model's 12 layers; use one of [1, 2, 3, 4, 6, 12], "
+                "or `parallel.last_stage_layers: 4`"
+            ],
+        ),
+        (
+            DENSE,
+            ["parallel.pipeline=13"],
+            ["parallel.pipeline = 13: does not divide the model's 12 layers; use one of [1, 2, 3, 4, 6, 12]"],
+        ),
+        (DENSE, ["parallel.pipeline=5", "parallel.last_stage_layers=4"], []),
+        (
+            DENSE,
+            ["parallel.pipeline=5", "parallel.last_stage_layers=3"],
+            [
+                "parallel.last_stage_layers = 3: leaves 9 of the model's 12 layers to 4 other pipeline stages; "
+                "use one of [4, 8]"
+            ],
+        ),
+        (
+            DENSE,
+            ["parallel.pipeline=5", "parallel.last_stage_layers=4", "precision=fp8", "fp8.bf16_layers_at_start=3"]
+            + ["fp8.bf16_layers_at_end=5"],
+            [
+                "fp8.bf16_layers_at_start = 3: a pipeline stage has 2 layers, and Megatron takes no more than one "
+                "stage; use at most 2",
+                "fp8.bf16_layers_at_end = 5: a pipeline stage has 4 layers, and Megatron takes no more than one "
+                "stage; use at most 4",
+            ],
         ),
         (
             DENSE,
@@ -212,6 +260,14 @@ def test_microbatches_are_a_multiple_of_what_the_layout_cuts_them_into(overrides
             ],
         ),
         (
+            DENSE | {"num_key_value_heads": 1, "intermediate_size": 128},
+            ["precision=fp8", "parallel.tensor=4", "fp8.recipe=delayed"],
+            [
+                "precision = 'fp8': a rank's 40 rows of queries, keys and values are not a multiple of 16, as "
+                "`fp8.recipe: delayed` needs; use a smaller `parallel.tensor`, or `precision: bf16`"
+            ],
+        ),
+        (
             DENSE,
             ["precision=fp8", "parallel.tensor=8", "fp8.recipe=delayed"],
             [
@@ -231,6 +287,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused(
     ("description", "overrides"),
     [
         (DENSE, ["parallel.tensor=8"]),  # more ranks than key-value heads
+        (DENSE | {"num_key_value_heads": 1}, ["parallel.tensor=4"]),
         (DENSE, ["parallel.tensor=2", "parallel.pipeline=3", "parallel.virtual_pipeline=2", "parallel.context=5"]),
         (QWEN_MOE | {"intermediate_size": 50}, ["parallel.tensor=4", "parallel.expert=6"]),  # no dense layer
         (GLM, ["parallel.tensor=8", "parallel.pipeline=12", "parallel.expert=12"]),
