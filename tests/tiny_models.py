@@ -56,6 +56,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"rope_parameters": _ROPE}),
     "qwen3": ("Qwen3Config", {"rope_parameters": _ROPE}),
     "qwen3_tied": ("Qwen3Config", {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
+    "qwen3_mqa": ("Qwen3Config", {"rope_parameters": _ROPE, "num_key_value_heads": 1}),
     "qwen3_yarn": ("Qwen3Config", {"rope_parameters": _QWEN_YARN}),
     "llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 131072}),
     "qwen3_moe": (

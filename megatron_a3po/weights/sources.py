@@ -158,7 +158,7 @@ def _wrong_shape(name: str, shape: tuple[int, ...], shards: Sequence[Shard], ran
     held = ", ".join(f"{list(shard.shape)} on rank {rank}" for rank, shard in zip(ranks, shards, strict=True))
     return (
         f"the parameter {name} has the shape {list(shape)} by config.json, which its shards do not make up: {held} "
-        "(key/value heads that tensor-parallel ranks share, and experts cut by tensor parallelism, cannot be published)"
+        "(experts cut by tensor parallelism cannot be published)"
     )
 
 

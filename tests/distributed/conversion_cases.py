@@ -21,6 +21,7 @@ _TP2_PP2 = {"tensor": 2, "pipeline": 2}
 REPRESENTATIVE: dict[str, list[dict[str, int]]] = {
     "qwen3_tied": [{"pipeline": 4}, {"tensor": 4}, _VIRTUAL],
     "qwen2": [_TP2_PP2],
+    "qwen3_mqa": [{"tensor": 4}, _TP2_PP2],
     "qwen3_moe": [{"tensor": 2, "expert": 4}, _VIRTUAL],
     "deepseek_v3": [_TP2_PP2],
     "gpt_oss": [{"tensor": 2, "expert": 4}],

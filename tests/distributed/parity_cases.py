@@ -40,6 +40,9 @@ FAMILIES = (
         for layout in ({}, _TP2_PP2, _TP2_CP2, {"pipeline": 2, "virtual_pipeline": 2})
     ]
     + [Case(family="qwen3_yarn", parallel=_TP2_PP2)]
+    # More tensor-parallel ranks than key-value heads.
+    + [Case(family="qwen3_mqa", parallel=layout) for layout in (_TP2_PP2, _TP2_CP2, {"tensor": 4})]
+    + [Case(family=family, parallel={"tensor": 4}) for family in ("qwen2", "llama3", "gpt_oss")]
     + [
         Case(family=family, parallel=layout)
         for family in ("glm4_moe", "deepseek_v3", "gpt_oss")
@@ -92,7 +95,10 @@ REPRESENTATIVE = [
     Case(parallel={"pipeline": 2, "virtual_pipeline": 2}),
     Case(parallel={"pipeline": 2, "context": 2}),
     Case(family="qwen3", parallel={"tensor": 4}),
+    Case(family="qwen3_mqa", parallel={"tensor": 2}),
+    Case(family="qwen3_mqa", parallel={"tensor": 4}),
     Case(family="qwen2", parallel=_TP2_CP2),
+    Case(family="qwen2", parallel={"tensor": 4}),
     Case(family="llama3", parallel=_TP2_PP2),
     Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
     Case(family="qwen3_moe", parallel={"context": 2, "expert": 2}),
