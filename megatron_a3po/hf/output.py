@@ -94,13 +94,13 @@ class HfOutput:
         """For the tensors of one shard."""
         return SafetensorsWriter(self.folder / shard.file_name, shard.tensors)
 
-    def finish(self, shards: Sequence[Shard]) -> None:
-        """Write index and config.json and give the folder its name.
+    def finish(self, shards: Sequence[Shard], *, elsewhere: bool = False) -> None:
+        """Write index and config.json and give the folder its name. elsewhere: the shards are not in this folder.
 
         Raises CheckpointError, also when a shard is missing or is not what it should be.
         """
         with self._writing():
-            done = self._completed(shards)
+            done = self._completed(shards) if not elsewhere else frozenset(shard.file_name for shard in shards)
             missing = [shard.file_name for shard in shards if shard.file_name not in done]
             if missing or not shards:
                 what = f"shards not written: {some(missing)}; start again" if missing else "no tensor to write"
@@ -111,10 +111,7 @@ class HfOutput:
                 _write_json(self.folder / INDEX, index)
             _write_json(self.folder / "config.json", self._config(shards))
             (self.folder / _PLAN).unlink()
-            for folder, _, names in self.folder.walk():
-                for name in names:
-                    _sync(folder / name)
-                sync_folder(folder)
+            sync_tree(self.folder)
             self._give_name()
 
     def _refuse_bad_folders(self) -> None:
@@ -218,6 +215,15 @@ def model_files(source: Path) -> list[tuple[Path, str]]:
     ]
 
 
+def sync_tree(folder: Path) -> None:
+    """Make all files in the folder and below survive a power cut, also what was written through a mapping of them."""
+    for parent, _, names in folder.walk():
+        for name in names:
+            with (parent / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(parent)
+
+
 def _holds(path: Path, shard: Shard) -> bool:
     try:
         stored = {tensor.name: (tensor.dtype, tensor.shape) for tensor in read_header(path)}
@@ -228,11 +234,6 @@ def _holds(path: Path, shard: Shard) -> bool:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_durably(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _readable(num_bytes: int) -> str:

@@ -1,0 +1,137 @@
+"""Publication through files of what has changed, which rollout machines turn into folders of their own."""
+
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.output import HfOutput
+from megatron_a3po.hf.shards import Shard, shard_name
+from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, make_local_folder
+from megatron_a3po.weights.delta_followers import wait_for_followers
+from megatron_a3po.weights.delta_writer import OwnedShard, Written
+from megatron_a3po.weights.plan import Plan
+from megatron_a3po.weights.receivers import Members, WeightReceivers
+from megatron_a3po.weights.signals import Signals
+
+_FOLDER = "folder"
+
+
+class DeltaTransport:
+    """On every rank. Each bucket is a shard, which its owner writes as a whole or as what has changed since the last
+    version; to compare, the owner keeps a copy of its buckets in host memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        receivers: WeightReceivers | None,
+        folder: Path,
+        model: Path,
+        *,
+        local: Path,
+        followed: bool,
+        quantization_config: Mapping[str, Any] | None = None,
+        pause_first: bool = False,
+        timeout_seconds: float,
+    ) -> None:
+        """As of `DiskTransport`. local: where servers find the versions on their machines; followed: by
+        tools/apply_weight_delta.py there, else rank 0 makes them; timeout_seconds: for that, too."""
+        self._receivers = receivers
+        self._folder = folder
+        self._model = model
+        self._local = local
+        self._followed = followed
+        self._quantization_config = quantization_config
+        self._pause_first = pause_first
+        self._timeout_seconds = timeout_seconds
+        self.why_not = (
+            f"From now on, weights are published through files in {folder}; find out why the servers could not be "
+            "reached through the network"
+        )
+        number = len(plan.buckets)
+        self._shards = [
+            Shard(file_name=shard_name(bucket.number + 1, number), tensors=bucket.tensors) for bucket in plan.buckets
+        ]
+        self._start = f"start_{secrets.token_hex(4)}"
+        self._owned: dict[int, OwnedShard] = {}
+        self._metrics: dict[str, float] = {}
+
+    def prepare(self, members: Members) -> None:
+        """Every server that takes part is told where to read."""
+
+    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+        """On the owner: write a bucket, or what has changed in it."""
+        folder = Path(signals.wait_for(_FOLDER))
+        if not folder.is_dir():
+            raise PublishError(f"rank {bucket.owner} does not see {folder}; publish.folder must be on shared storage")
+        name = self._shards[bucket.number].file_name
+        owned = self._owned.setdefault(bucket.number, OwnedShard(name, bucket.tensors))
+        signals.tell(f"ready {bucket.number}", owned.write(folder, buffer).model_dump_json())
+
+    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+        """On rank 0: have all servers read their machine's folder when it holds the version."""
+        assert self._receivers is not None
+        folder = self._folder.resolve()
+        start = folder / self._start
+        if self._pause_first:
+            self._receivers.pause()
+        with timer.phase("publish/write"):
+            self._describe(start / MODEL)
+            signals.tell(_FOLDER, str(start))
+            numbers = range(len(self._shards))
+            written = [Written.model_validate_json(signals.wait_for(f"ready {number}")) for number in numbers]
+            published = Published(version=version, start=self._start, shards=tuple(each.shard for each in written))
+            write_durably(folder / PUBLISHED, published.model_dump_json() + "\n")
+        self._metrics = _metrics(written)
+        with timer.phase("publish/apply"):
+            if self._followed:
+                wait_for_followers(folder, published, self._timeout_seconds, signals.raise_if_stopped)
+            else:
+                make_local_folder(folder, self._local, published)
+        with timer.phase("publish/pause"):
+            self._receivers.pause()
+        with timer.phase("publish/load"):
+            target = self._local.absolute() / published.folder_name
+            self._receivers.update_from_disk(str(target), str(version), self._timeout_seconds)
+        _remove_unused(folder, published)
+
+    def metrics(self) -> dict[str, float]:
+        """On rank 0, of the last version: bytes that all owners have written, and, of the buckets that they had
+        written before, the share of elements that have changed."""
+        return self._metrics
+
+    def close(self) -> None:
+        """The last version stays."""
+
+    def abandon(self) -> None:
+        """Nothing is left open at the servers."""
+
+    def _describe(self, target: Path) -> None:
+        if not target.is_dir():
+            output = HfOutput(target=target, source=self._model, quantization_config=self._quantization_config)
+            output.begin()
+            output.finish(self._shards, elsewhere=True)
+
+
+def _metrics(written: Sequence[Written]) -> dict[str, float]:
+    num_compared = sum(each.num_compared for each in written)
+    density = {"publish_density": sum(each.num_changed for each in written) / num_compared} if num_compared else {}
+    return {"publish_written_bytes": float(sum(each.nbytes for each in written)), **density}
+
+
+def _remove_unused(folder: Path, published: Published) -> None:
+    """Of earlier versions, and of earlier starts of the run."""
+    used = {MODEL, *(file for shard in published.shards for file in shard.files)}
+    unused = [path for path in (folder / published.start).iterdir() if path.name not in used]
+    for path in (*unused, *(path for path in folder.glob("start_*") if path.name != published.start)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

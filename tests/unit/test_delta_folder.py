@@ -1,0 +1,325 @@
+"""Folders on rollout machines that are made of what has changed, against the bytes that were published."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.weights.delta import as_words
+from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, make_local_folder
+from megatron_a3po.weights.delta_followers import follow, wait_for_followers
+from megatron_a3po.weights.delta_writer import OwnedShard, Written
+from tests.unit.test_delta import changed, random_bytes
+
+BF16 = (
+    TensorSpec(name="w", dtype=torch.bfloat16, shape=(300, 7)),
+    TensorSpec(name="norm", dtype=torch.bfloat16, shape=(129,)),
+)
+FP8 = (
+    TensorSpec(name="q.weight_scale_inv", dtype=torch.float32, shape=(1, 3)),
+    TensorSpec(name="q_norm", dtype=torch.bfloat16, shape=(129,)),
+    TensorSpec(name="q.weight", dtype=torch.float8_e4m3fn, shape=(5, 257)),
+)
+SHARDS = (BF16, FP8)
+NUM_WORDS = [300 * 7 + 129, 12 + 258 + 5 * 257]
+ROOT = Path(__file__).parents[2]
+
+
+class Run:
+    """What owners and rank 0 do for a shard in bf16 and one in FP8."""
+
+    def __init__(self, folder: Path, start: str = "start_00000000") -> None:
+        self.folder, self.start = folder, folder / start
+        (self.start / MODEL).mkdir(parents=True)
+        (self.start / MODEL / "config.json").write_text("{}")
+        self._owned = [OwnedShard(f"model-{number}.safetensors", tensors) for number, tensors in enumerate(SHARDS)]
+        self.buffers = [random_bytes(sum(spec.nbytes for spec in tensors), seed=7) for tensors in SHARDS]
+        self.version = 0
+
+    def publish(self, *densities: float) -> tuple[Published, list[Written]]:
+        """A version in which these shares of the shards' words have changed."""
+        self.version += 1
+        for number, density in enumerate(densities):
+            words = as_words(self.buffers[number], SHARDS[number])
+            self.buffers[number] = changed(words, density, seed=self.version).view(torch.uint8)
+        pairs = zip(self._owned, self.buffers, strict=True)
+        written = [owned.write(self.start, buffer) for owned, buffer in pairs]
+        shards = tuple(each.shard for each in written)
+        published = Published(version=self.version, start=self.start.name, shards=shards)
+        write_durably(self.folder / PUBLISHED, published.model_dump_json())
+        return published, written
+
+    def expected(self) -> dict[str, bytes]:
+        return {
+            spec.name: part.numpy().tobytes()
+            for tensors, buffer in zip(SHARDS, self.buffers, strict=True)
+            for spec, part in zip(tensors, buffer.split([spec.nbytes for spec in tensors]), strict=True)
+        }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "published")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The tensors' bytes, as the safetensors library reads them."""
+    assert (folder / "config.json").is_file()
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
+
+
+def kinds(published: Published) -> list[list[str]]:
+    """Of every shard: what its files are."""
+    return [[file.split(".")[-2] for file in shard.files] for shard in published.shards]
+
+
+def make_without_whole_files(run: Run, local: Path, published: Published) -> Path:
+    hidden = [path.rename(f"{path}.hidden") for path in run.start.glob("*.whole.safetensors")]
+    target = make_local_folder(run.folder, local, published)
+    for path in hidden:
+        path.rename(path.with_suffix(""))
+    return target
+
+
+def test_versions_in_a_row_are_made_of_what_has_changed_and_nothing_else(run: Run, local: Path) -> None:
+    make_local_folder(run.folder, local, run.publish()[0])
+    for density in (0.02, 0.0, 0.1, 0.001):
+        published, written = run.publish(density, density)
+        target = make_without_whole_files(run, local, published)
+        assert target.name.startswith(f"version_0000000{run.version}_")
+        assert [path.name for path in local.iterdir()] == [target.name]
+        assert contents(target) == run.expected()
+        assert [each.num_compared for each in written] == NUM_WORDS
+        found = [each.num_changed / size for each, size in zip(written, NUM_WORDS, strict=True)]
+        assert found == pytest.approx([density] * 2, abs=0.03)
+        assert all((each.nbytes > 0) == (each.num_changed > 0) for each in written)
+
+
+def test_a_bucket_goes_whole_where_most_of_it_has_changed_and_as_changes_where_not(run: Run, local: Path) -> None:
+    run.publish()
+    published, written = run.publish(1.0, 0.01)
+    assert kinds(published) == [["whole"], ["whole", "delta"]]
+    assert written[0].num_changed == NUM_WORDS[0]
+    assert written[0].nbytes > 300 * 7 * 2 and written[1].nbytes < 1000
+    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+    published, _ = run.publish(0.01, 1.0)
+    assert kinds(published) == [["whole", "delta"], ["whole"]]
+    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+
+
+def test_the_whole_shard_is_written_anew_before_its_changes_are_larger(run: Run, local: Path) -> None:
+    make_local_folder(run.folder, local, run.publish()[0])
+    for _ in range(12):
+        published, _ = run.publish(0.15, 0.15)
+        for shard, tensors in zip(published.shards, SHARDS, strict=True):
+            assert sum(change.nbytes for change in shard.changes) <= sum(spec.nbytes for spec in tensors)
+        # Whoever holds the version before needs the last change only.
+        assert contents(make_without_whole_files(run, local, published)) == run.expected()
+        newcomer = local.with_name(f"newcomer{run.version}")
+        assert contents(make_local_folder(run.folder, newcomer, published)) == run.expected()
+    assert len(list(run.start.glob("*.whole.safetensors"))) > 4
+
+
+def test_versions_that_were_missed_are_caught_up_with(run: Run, local: Path) -> None:
+    make_local_folder(run.folder, local, run.publish()[0])
+    run.publish(0.02, 0.02)
+    run.publish(0.02, 0.0)
+    published, _ = run.publish(0.02, 0.02)
+    assert contents(make_without_whole_files(run, local, published)) == run.expected()
+
+
+def test_weights_that_come_back_to_former_ones_are_made_by_the_last_change(run: Run, local: Path) -> None:
+    first = [buffer.clone() for buffer in run.buffers]
+    make_local_folder(run.folder, local, run.publish()[0])
+    run.publish(0.02, 0.02)
+    second, run.buffers = run.buffers, first
+    run.publish()
+    run.buffers = second
+    published, _ = run.publish()
+    assert contents(make_without_whole_files(run, local, published)) == run.expected()
+
+
+def flip_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a weight": lambda folder: flip_bit(folder / "model-0.safetensors", -5),
+    "a length": lambda folder: flip_bit(folder / "model-0.safetensors", 3),
+    "a header": lambda folder: flip_bit(folder / "model-1.safetensors", 30),
+    "an empty file": lambda folder: (folder / "model-0.safetensors").write_bytes(b""),
+    "no file": lambda folder: (folder / "model-1.safetensors").unlink(),
+    "another file": lambda folder: shutil.copyfile(folder / "model-1.safetensors", folder / "model-0.safetensors"),
+    "half a record": lambda folder: (folder / f".{PUBLISHED}").write_text("{"),
+    "no record": lambda folder: (folder / f".{PUBLISHED}").unlink(),
+    "no folder": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("density", [0.0, 0.02])
+def test_a_folder_that_is_not_what_the_changes_are_for_is_healed_by_whole_shards(
+    run: Run, local: Path, damage: str, density: float
+) -> None:
+    DAMAGES[damage](make_local_folder(run.folder, local, run.publish()[0]))
+    published, _ = run.publish(density, density)
+    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+    assert len(list(local.iterdir())) == 1
+
+
+def test_a_damaged_change_is_an_error_that_names_the_shard_and_never_a_version(run: Run, local: Path) -> None:
+    make_local_folder(run.folder, local, run.publish()[0])
+    published, _ = run.publish(0.02, 0.02)
+    (delta,) = run.start.glob("model-0.*.delta.safetensors")
+    flip_bit(delta, -1)
+    with pytest.raises(PublishError, match=r"model-0\.safetensors are damaged"):
+        make_local_folder(run.folder, local, published)
+    assert not list(local.glob("version_*"))
+    flip_bit(delta, -1)
+    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+
+
+def test_another_start_of_the_run_has_another_folder_for_the_same_version(run: Run, local: Path) -> None:
+    former = make_local_folder(run.folder, local, run.publish()[0])
+    again = Run(run.folder, "start_11111111")
+    again.buffers[0][5] += 1
+    target = make_local_folder(run.folder, local, again.publish()[0])
+    assert target.name != former.name and target.name[:16] == former.name[:16]
+    assert [path.name for path in local.iterdir()] == [target.name]
+    assert contents(target) == again.expected() != run.expected()
+
+
+def test_what_is_not_ours_stays_in_the_local_folder(run: Run, local: Path) -> None:
+    (local / "version_1").mkdir(parents=True)
+    (local / "notes.txt").write_text("mine")
+    make_local_folder(run.folder, local, run.publish()[0])
+    assert {path.name for path in local.iterdir()} > {"version_1", "notes.txt"}
+
+
+def test_an_owner_whose_files_are_gone_writes_the_whole_shard(run: Run, local: Path) -> None:
+    run.publish()
+    for path in run.start.glob("model-0.*"):
+        path.unlink()
+    published, written = run.publish(0.01, 0.01)
+    assert kinds(published) == [["whole"], ["whole", "delta"]]
+    assert written[0].num_compared == 0
+    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+
+
+KILLER = """
+import json, os, sys
+from pathlib import Path
+import torch
+from megatron_a3po.weights import delta_folder
+
+folder, copies = Path(sys.argv[1]), Path(sys.argv[2])
+published = delta_folder.Published.model_validate_json(sys.argv[3])
+left = None
+events = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile", "shutil.rmtree", "applied"}
+
+def step(event, arguments=()):
+    # Called before each of these; what lies between two calls is not divided.
+    global left
+    if left is not None and event in events:
+        left -= 1
+        if left < 0:
+            os._exit(9)
+
+def in_halves(delta, buffer):
+    result = buffer.clone()
+    apply(delta, result)
+    for half in (slice(len(buffer) // 2), slice(len(buffer) // 2, None)):
+        buffer[half] = result[half]
+        step("applied")
+
+apply, delta_folder.apply_delta = delta_folder.apply_delta, in_halves
+torch.set_num_threads(1)
+sys.addaudithook(step)
+codes = []
+while not codes or codes[-1] == 9:
+    process = os.fork()
+    if process == 0:
+        left = len(codes)
+        delta_folder.make_local_folder(folder, copies / str(len(codes)), published)
+        os._exit(0)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+print(json.dumps(codes))
+"""
+"""Makes folder number k of `copies` the version, and is killed before its step k; until there is no such step."""
+
+
+def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_next_start_makes_it(
+    run: Run, tmp_path: Path
+) -> None:
+    former = make_local_folder(run.folder, tmp_path / "original", run.publish()[0])
+    before = run.expected()
+    published, _ = run.publish(0.05, 0.05)
+    copies = tmp_path / "copies"
+    for number in range(200):
+        shutil.copytree(former.parent, copies / str(number))
+    command = [sys.executable, "-c", KILLER, run.folder, copies, published.model_dump_json()]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == 0, killed.stderr
+    codes = json.loads(killed.stdout)
+    assert codes[-1] == 0 and set(codes[:-1]) == {9} and len(codes) > 20
+    seen = set()
+    for number in range(len(codes)):
+        folders = list((copies / str(number)).glob("version_*"))
+        assert len(folders) <= 1
+        for folder in folders:
+            seen.add(folder.name)
+            assert contents(folder) == (before if folder.name == former.name else run.expected()), number
+        target = make_local_folder(run.folder, copies / str(number), published)
+        assert contents(target) == run.expected(), number
+        assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert seen == {former.name, published.folder_name}
+
+
+def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_not_come(
+    run: Run, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published, _ = run.publish()
+    with pytest.raises(PublishError, match=r"tools/apply_weight_delta\.py"):
+        wait_for_followers(run.folder, published, 0.0)
+    ended = threading.Event()
+    loop = partial(follow, run.folder, local, "node1", keep_on=lambda: not ended.is_set())
+    follower = threading.Thread(target=loop, daemon=True)
+    follower.start()
+    gone = run.folder / "followers" / "node2"
+    try:
+        wait_for_followers(run.folder, published, 30.0)
+        for _ in range(3):
+            published, _ = run.publish(0.02, 0.02)
+            wait_for_followers(run.folder, published, 30.0)
+            assert contents(local / published.folder_name) == run.expected()
+        assert "did not hold" not in caplog.text
+        gone.write_text("")
+        wait_for_followers(run.folder, published, 0.2)
+        assert "node2 did not hold weight version 4" in caplog.text and "node1" not in caplog.text
+        wait_for_followers(run.folder, published, 30.0)
+    finally:
+        ended.set()
+        follower.join(10.0)
+    assert not list((run.folder / "followers").iterdir())
