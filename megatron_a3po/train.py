@@ -47,7 +47,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                 rollouts.set_version(actor.version)
                 return published | actor.compare_logprobs(rollouts.sample_fresh())
 
-            recorder.start(publish(), rollouts.evaluate() if resumed_step == 0 else None)
+            recorder.start(publish(), rollouts.evaluate(0) if resumed_step == 0 else None)
             for step in range(resumed_step + 1, config.num_steps + 1):
                 batch = rollouts.next_batch()
                 if rollouts.stopped_by:
@@ -57,7 +57,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                 metrics = actor.train_step(batch, advantages.values) | batch_metrics(batch, advantages, step - 1)
                 metrics |= publish() | rollouts.metrics()
                 if config.evaluation.is_due(step, config.num_steps):
-                    metrics["eval_accuracy"] = rollouts.evaluate()
+                    metrics |= rollouts.evaluate(step)
                 recorder.step(step, metrics)
                 # Before the checkpoint: killed in between, the run makes the step and its exports again.
                 for name in config.checkpoint.exports(step, config.num_steps):

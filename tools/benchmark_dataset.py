@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.data.dataset import DatasetFiles, load_dataset
+from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset
 from megatron_a3po.data.questions import PromptEncoder
 
 QUESTION = "Problem {i}: what is {i} plus {j}? " + "Explain each step of it. " * 10
@@ -42,16 +42,13 @@ def measure(rows: int, tokenizer: Any) -> dict[str, float]:
         file_bytes = write_rows(path, rows)
         memory, cpu, wall = peak_bytes(), time.process_time(), time.perf_counter()
         prompts = load_dataset(
-            DatasetFiles(path=path, columns={"prompt": "prompt", "answer": "answer"}),
-            None,
+            DatasetFiles(path=path, columns={"prompt": "prompt", "answer": "answer"}, encoder=PromptEncoder(tokenizer)),
+            {},
             run_dir=Path(folder),
-            encoder=PromptEncoder(tokenizer),
             num_held_out=512,
             seed=0,
             order_seed=0,
-            max_prompt_tokens=4096,
-            vocab_size=1_000_000,
-            max_bad_share=0.0,
+            limits=DatasetLimits(max_prompt_tokens=4096, vocab_size=1_000_000, max_bad_share=0.0),
         )
         used = {
             "cpu_seconds": round(time.process_time() - cpu, 2),

@@ -1,7 +1,14 @@
 """Every option of a run, and how a file becomes one. Importing it loads no torch."""
 
 from megatron_a3po.config.architecture import Architecture
-from megatron_a3po.config.data_schema import DataConfig, RewardConfig
+from megatron_a3po.config.data_schema import (
+    HELD_OUT,
+    Columns,
+    DataConfig,
+    EvaluationConfig,
+    EvaluationDataset,
+    RewardConfig,
+)
 from megatron_a3po.config.estimate import MemoryEstimate, estimate_memory, memory_table
 from megatron_a3po.config.families import read_architecture
 from megatron_a3po.config.loading import known_keys, load_architecture, load_config, to_yaml
@@ -9,7 +16,6 @@ from megatron_a3po.config.schema import (
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
-    EvaluationConfig,
     Fp8Config,
     OptimizerConfig,
     ParallelConfig,
@@ -19,12 +25,15 @@ from megatron_a3po.config.schema import (
 )
 
 __all__ = [
+    "HELD_OUT",
     "ActorConfig",
     "AlgorithmConfig",
     "Architecture",
     "CheckpointConfig",
+    "Columns",
     "DataConfig",
     "EvaluationConfig",
+    "EvaluationDataset",
     "Fp8Config",
     "MemoryEstimate",
     "OptimizerConfig",

@@ -5,22 +5,23 @@ import re
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_a3po.config.data_schema import DataConfig
+from megatron_a3po.config.data_schema import HELD_OUT, Columns, DataConfig
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import RunConfig
 
 _TASK_KEYS = ("task_options", "size", "prompt_pattern")
-_DATASET_KEYS = ("split", "columns", "held_out_path", "held_out_split", "held_out_columns", "max_bad_share")
+_DATASET_KEYS = ("split", "columns", "max_bad_share")
 _SCORERS = ("auto", "task", "math", "math_exact")
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def data_mistakes(config: RunConfig) -> Iterator[Mistake]:
     yield from _origin(config.data)
-    yield from _columns(config.data)
+    yield from _columns(config)
+    yield from _evaluation(config)
     yield from _chat(config.data)
     yield from _scorer(config)
     yield from _shaping(config)
@@ -41,11 +42,6 @@ def _origin(data: DataConfig) -> Iterator[Mistake]:
             yield Mistake(f"data.{key}", getattr(data, key), f"does nothing without `{owner}`", "remove this key")
     if data.path is not None:
         yield from _path("data.path", data.path)
-    if data.held_out_path is not None:
-        yield from _path("data.held_out_path", data.held_out_path)
-    if data.path is not None and data.held_out_split is not None and data.held_out_path is None and data.split is None:
-        problem = "without data.split these prompts would be trained on, too"
-        yield Mistake("data.held_out_split", data.held_out_split, problem, "name the other part as `data.split`")
 
 
 def _path(key: str, path: Path) -> Iterator[Mistake]:
@@ -56,13 +52,43 @@ def _path(key: str, path: Path) -> Iterator[Mistake]:
         yield Mistake(key, str(path), "neither .jsonl nor .parquet", remedy)
 
 
-def _columns(data: DataConfig) -> Iterator[Mistake]:
-    for key, columns in (("data.columns", data.columns), ("data.held_out_columns", data.held_out_columns)):
+def _columns(config: RunConfig) -> Iterator[Mistake]:
+    for key, columns in _all_columns(config):
         if isinstance(columns, dict) and "prompt" not in columns:
             yield Mistake(key, columns, "no column is the prompt", "add `prompt: COLUMN`")
-    if data.held_out_columns is not None and data.held_out_path is None and data.held_out_split is None:
-        remedy = "give `data.held_out_path`, or remove this key"
-        yield Mistake("data.held_out_columns", data.held_out_columns, "there is no such dataset", remedy)
+
+
+def _all_columns(config: RunConfig) -> Iterator[tuple[str, Columns]]:
+    """Every mapping of columns that the configuration gives, with its key."""
+    yield "data.columns", config.data.columns
+    for name, dataset in config.evaluation.datasets.items():
+        if dataset.columns is not None:
+            yield f"evaluation.datasets.{name}.columns", dataset.columns
+
+
+def _evaluation(config: RunConfig) -> Iterator[Mistake]:
+    evaluation = config.evaluation
+    if not config.data.num_held_out and not evaluation.datasets:
+        problem, remedy = "nothing would be evaluated", "keep some prompts, or give `evaluation.datasets`"
+        yield Mistake("data.num_held_out", 0, problem, remedy, ("evaluation.datasets",))
+    for name, dataset in evaluation.datasets.items():
+        key = f"evaluation.datasets.{name}"
+        if name == HELD_OUT or not _NAME.fullmatch(name):
+            problem = "held-out prompts have this name" if name == HELD_OUT else "no name for files and metrics"
+            yield Mistake(key, name, problem, "name it otherwise, in letters, digits, `_`, `-` and `.`")
+        yield from _path(f"{key}.path", dataset.path)
+    if evaluation.datasets and _scorer_of(config) == "task":
+        problem = "a task's scorer knows no answers of `evaluation.datasets`"
+        yield Mistake("reward.scorer", config.reward.scorer, problem, "use `math` or package.module:function")
+    if evaluation.temperature == 0 and evaluation.num_samples > 1:
+        problem = "with evaluation.temperature = 0 all responses to a prompt are the same"
+        remedy = "use 1, or a temperature above 0"
+        yield Mistake("evaluation.num_samples", evaluation.num_samples, problem, remedy, ("evaluation.temperature",))
+
+
+def _scorer_of(config: RunConfig) -> str:
+    scorer = config.reward.scorer
+    return scorer if scorer != "auto" else "task" if config.data.task is not None else "math"
 
 
 def _chat(data: DataConfig) -> Iterator[Mistake]:
@@ -80,9 +106,9 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
     elif scorer == "task" and config.data.task is None:
         problem = "only prompts of `data.task` have a scorer of their own"
         yield Mistake("reward.scorer", scorer, problem, "use `math`, or package.module:function", ("data.task",))
-    elif scorer in ("math", "math_exact") or (scorer == "auto" and config.data.task is None):
-        if config.data.path is not None:
-            yield from _answers(config.data, scorer)
+    elif _scorer_of(config) in ("math", "math_exact"):
+        if config.data.path is not None or config.evaluation.datasets:
+            yield from _answers(config, scorer)
     elif _FUNCTION.fullmatch(scorer):
         package = scorer.split(":")[0].split(".")[0]
         # Without importing it: that may take long, and is the workers' business.
@@ -95,12 +121,8 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake("reward.scorer", scorer, "unknown", remedy)
 
 
-def _answers(data: DataConfig, scorer: str) -> Iterator[Mistake]:
-    columns: tuple[tuple[str, Any], ...] = (
-        ("data.columns", data.columns),
-        ("data.held_out_columns", data.held_out_columns),
-    )
-    for key, mapping in columns:
+def _answers(config: RunConfig, scorer: str) -> Iterator[Mistake]:
+    for key, mapping in _all_columns(config):
         if isinstance(mapping, dict) and "prompt" in mapping and "answer" not in mapping:
             problem = f"no column is the answer that reward.scorer = {scorer} compares with"
             yield Mistake(key, mapping, problem, "add `answer: COLUMN`", ("reward.scorer",))

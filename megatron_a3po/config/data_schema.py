@@ -7,6 +7,10 @@ from pydantic import Field
 
 from megatron_a3po.config.section import Positive, PositiveFloat, Section, Seed, Share
 
+HELD_OUT = "held_out"
+"""Name, among the evaluation datasets, of the prompts that training leaves out"""
+Columns = Literal["gsm8k", "dapo_math"] | dict[str, str]
+
 
 class DataConfig(Section):
     """Prompts: those of a reasoning-gym `task`, or a dataset at `path`."""
@@ -23,17 +27,11 @@ class DataConfig(Section):
     """A .jsonl or .parquet file, a folder of them, or one that save_to_disk of Hugging Face's datasets wrote."""
     split: str | None = None
     """Which part of the dataset, where a folder holds several."""
-    columns: Literal["gsm8k", "dapo_math"] | dict[str, str] = {"prompt": "prompt", "answer": "answer"}
+    columns: Columns = {"prompt": "prompt", "answer": "answer"}
     """A built-in schema (gsm8k: openai/gsm8k, dapo_math: DAPO-Math-17k), or which column is the prompt (text, messages
     or token ids), the answer, the id, and what else a reward function wants; dots lead into nested columns."""
-    held_out_path: Path | None = None
-    """A dataset for evaluation; null: prompts of `path` are kept for it."""
-    held_out_split: str | None = None
-    """Which part of it; without `held_out_path`, of the dataset at `path`."""
-    held_out_columns: Literal["gsm8k", "dapo_math"] | dict[str, str] | None = None
-    """As `columns`, for that dataset; null: the same."""
-    num_held_out: Positive = 512
-    """Prompts kept out of training, for evaluation; of a dataset of its own at most so many."""
+    num_held_out: Annotated[int, Field(ge=0)] = 512
+    """Prompts kept out of training, for evaluation; 0: only `evaluation.datasets` are sampled there."""
     seed: Seed = 7
     """Seed of a task's entries and of the held-out split; the order of training follows the run's seed."""
     chat_template: Literal["auto"] | bool = "auto"
@@ -73,3 +71,36 @@ class RewardConfig(Section):
     length_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """What a response of max_new_tokens loses in training, and a shorter one in proportion; algorithm has another
     penalty, for the last overlong_buffer_tokens only."""
+
+
+class EvaluationDataset(Section):
+    """A dataset that is only evaluated on."""
+
+    path: Path
+    """As `data.path`"""
+    split: str | None = None
+    columns: Columns | None = None
+    """null: as `data.columns`"""
+    instruction: str | None = None
+    """As `data.instruction`; null: that one, or what the schema of these columns says"""
+    num_prompts: Positive | None = None
+    """Of a larger one, so many are sampled, chosen by `data.seed`; null: all."""
+
+
+class EvaluationConfig(Section):
+    """What is sampled to see how good the policy is, before training, on the way, and after it."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 10
+    """Evaluate each so many steps; 0: only before the first and after the last step."""
+    datasets: dict[str, EvaluationDataset] = {}
+    """By name, besides `held_out`, the prompts that `data.num_held_out` keeps. What trains on `data.path` leaves them
+    out."""
+    num_samples: Positive = 1
+    """Responses per prompt: the k of avg@k and pass@k."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """0: greedy; null: that of training"""
+    max_new_tokens: Positive | None = None
+    """null: as in training"""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return step == num_steps or (self.every_steps > 0 and step % self.every_steps == 0)

@@ -1,15 +1,18 @@
 """Prompts of a dataset on the disk."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.config import HELD_OUT
+from megatron_a3po.data.prompts import Prompt, PromptSet, make_prompt
 from megatron_a3po.data.quarantine import Quarantine
 from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.data.rows import make_schema
@@ -24,105 +27,123 @@ _HELD_OUT_STREAM = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetFiles:
-    """Where a dataset is, and which column is what."""
+    """Where a dataset is, which column is what, and how its questions become prompts."""
 
     path: Path
     split: str | None = None
     columns: str | Mapping[str, str]
+    encoder: PromptEncoder
+    num_prompts: int | None = None
+    """At most so many; None: all"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetLimits:
+    """What is left out, and when that is too much."""
+
+    max_prompt_tokens: int
+    vocab_size: int
+    """Of the model"""
+    max_bad_share: float
+    """The largest share of unusable rows in a dataset"""
 
 
 def load_dataset(
     training: DatasetFiles,
-    held_out: DatasetFiles | None,
+    evaluation: Mapping[str, DatasetFiles],
     *,
     run_dir: Path,
-    encoder: PromptEncoder,
     num_held_out: int,
     seed: int,
     order_seed: int,
-    max_prompt_tokens: int,
-    vocab_size: int,
-    max_bad_share: float,
+    limits: DatasetLimits,
 ) -> PromptSet:
-    """Read a dataset, and the one for evaluation if it is another one.
+    """Read a dataset to train on, and those for evaluation, whose prompts training leaves out.
 
     Args:
-        training: what is trained on; without `held_out`, `num_held_out` of its prompts are kept for evaluation.
-        held_out: of which `num_held_out` prompts, or all, are sampled in evaluations. Training leaves out all of them.
+        training: of which `num_held_out` prompts are kept for evaluation.
+        evaluation: by name.
         run_dir: gets `quarantine.jsonl` and `data.json`, which knows a changed dataset when the run is resumed.
-        seed: chooses the held-out prompts; at least 0.
+        seed: chooses the prompts of evaluations; at least 0.
         order_seed: of the training's epochs; at least 0.
-        max_prompt_tokens: longer prompts are left out.
-        vocab_size: of the model.
-        max_bad_share: the largest share of unusable rows in a dataset.
 
     Raises:
-        DataError: the dataset cannot be read, has too many bad rows, gives no prompt, or is not that of `data.json`.
+        DataError: a dataset cannot be read, has too many bad rows, gives no prompt, or is not that of `data.json`.
     """
-    store = QuestionStore(run_dir)
-    loader = _Loader(store, encoder, max_prompt_tokens, vocab_size, max_bad_share)
-    with Quarantine(run_dir / "quarantine.jsonl") as quarantine:
-        scanned = loader.read(training, quarantine)
-        evaluated = loader.read(held_out, quarantine) if held_out is not None else None
-    if evaluated is None:
-        _check_enough(scanned, num_held_out, training.path)
-        chosen, rest = _choose(scanned.kept, num_held_out, seed)
-    else:
-        chosen, _ = _choose(evaluated.kept, min(num_held_out, len(evaluated.kept)), seed)
-        shared = np.isin(scanned.prompt_hashes, evaluated.prompt_hashes)
-        rest = scanned.kept[~shared]
-        if shared.any():
-            logger.warning("%d prompts for evaluation are left out of the training dataset", int(shared.sum()))
+    with _Reader(run_dir, limits) as reader:
+        scanned = reader.read(training)
+        held_out, rest = _split(scanned, num_held_out, seed, training.path)
+        prompts = {HELD_OUT: reader.prompts(held_out, training.encoder)} if num_held_out else {}
+        for name, files in evaluation.items():
+            scanned_too = reader.read(files)
+            prompts[name] = reader.prompts(_choose(scanned_too.kept, files.num_prompts, seed)[0], files.encoder)
+            is_shared = np.isin(scanned.prompt_hashes, scanned_too.prompt_hashes)
+            before, rest = len(rest), np.setdiff1d(rest, scanned.kept[is_shared], assume_unique=True)
+            if len(rest) < before:
+                logger.warning("%d prompts of %s are left out of the training dataset", before - len(rest), name)
         if not len(rest):
-            raise DataError(f"data.path = {training.path}: all of its prompts are in {held_out and held_out.path} too")
-    fingerprints = [part.fingerprint for part in (scanned, evaluated) if part is not None]
-    _check_unchanged(run_dir / "data.json", {"prompts": len(rest), "held_out": len(chosen), "content": fingerprints})
+            raise DataError(f"data.path = {training.path}: all of its prompts are in `evaluation.datasets` too")
+    trained_on = hashlib.blake2b(rest.tobytes(), digest_size=16).hexdigest()
+    _check_unchanged(run_dir / "data.json", {"prompts": len(rest), "content": [scanned.fingerprint, trained_on]})
     return PromptSet(
-        questions=store,
-        training=rest,
-        held_out=[store[int(index)] for index in chosen],
-        encoder=encoder,
-        order_seed=order_seed,
+        questions=reader.store, training=rest, evaluation=prompts, encoder=training.encoder, order_seed=order_seed
     )
 
 
-class _Loader:
-    """Reads datasets into one store."""
+def load_evaluation(
+    datasets: Mapping[str, DatasetFiles], *, run_dir: Path, seed: int, limits: DatasetLimits
+) -> dict[str, list[Prompt]]:
+    """Prompts of datasets that are only evaluated on, by name; as `load_dataset`. Raises DataError."""
+    if not datasets:
+        return {}
+    with _Reader(run_dir, limits) as reader:
+        chosen = {
+            name: _choose(reader.read(files).kept, files.num_prompts, seed)[0] for name, files in datasets.items()
+        }
+        return {name: reader.prompts(indices, datasets[name].encoder) for name, indices in chosen.items()}
 
-    def __init__(
-        self,
-        store: QuestionStore,
-        encoder: PromptEncoder,
-        max_prompt_tokens: int,
-        vocab_size: int,
-        max_bad_share: float,
+
+class _Reader:
+    """Reads datasets into one store, with one quarantine. A context manager."""
+
+    def __init__(self, run_dir: Path, limits: DatasetLimits) -> None:
+        self.store = QuestionStore(run_dir)
+        self._limits = limits
+        self._quarantine = Quarantine(run_dir / "quarantine.jsonl")
+
+    def __enter__(self) -> Self:
+        self._quarantine.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._store = store
-        self._encoder = encoder
-        self._max_prompt_tokens = max_prompt_tokens
-        self._vocab_size = vocab_size
-        self._max_bad_share = max_bad_share
+        self._quarantine.__exit__(kind, error, traceback)
 
-    def read(self, files: DatasetFiles, quarantine: Quarantine) -> Scan:
+    def prompts(self, indices: NDArray[np.int64], encoder: PromptEncoder) -> list[Prompt]:
+        return [make_prompt(self.store[int(index)], encoder) for index in indices]
+
+    def read(self, files: DatasetFiles) -> Scan:
+        limits, quarantine = self._limits, self._quarantine
         settings = ScanSettings(
             schema=make_schema(files.columns),
-            encoder=self._encoder,
-            max_prompt_tokens=self._max_prompt_tokens,
-            vocab_size=self._vocab_size,
+            encoder=files.encoder,
+            max_prompt_tokens=limits.max_prompt_tokens,
+            vocab_size=limits.vocab_size,
         )
         bad_before = quarantine.counts.total()
-        found = scan(files.path, files.split, settings, self._store, quarantine)
+        found = scan(files.path, files.split, settings, self.store, quarantine)
         num_bad = quarantine.counts.total() - bad_before
         summary = (
             f"{files.path}: {found.num_rows:,} rows, {len(found.kept):,} prompts; left out: {found.num_repeats:,} "
-            f"repeats, {found.num_too_long:,} of over {self._max_prompt_tokens:,} tokens, {num_bad:,} bad ones"
+            f"repeats, {found.num_too_long:,} of over {limits.max_prompt_tokens:,} tokens, {num_bad:,} bad ones"
         )
         if num_bad:
             summary += f" ({quarantine}; see {quarantine.path})"
-        if num_bad > self._max_bad_share * found.num_rows:
+        if num_bad > limits.max_bad_share * found.num_rows:
             raise DataError(
-                f"{summary}. That is more than data.max_bad_share = {self._max_bad_share:g}; repair the dataset or "
-                "data.columns, or raise data.max_bad_share"
+                f"{summary}. That is more than data.max_bad_share = {limits.max_bad_share:g}; repair the dataset or "
+                "its columns, or raise data.max_bad_share"
             )
         if not len(found.kept):
             raise DataError(f"{summary}. Nothing is left to sample; use another dataset, or longer prompts")
@@ -130,17 +151,19 @@ class _Loader:
         return found
 
 
-def _check_enough(scanned: Scan, num_held_out: int, path: Path) -> None:
+def _split(scanned: Scan, num_held_out: int, seed: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices of the held-out prompts, and of the others."""
     if num_held_out >= len(scanned.kept):
         raise DataError(
             f"data.path = {path} gives {len(scanned.kept)} prompts, of which data.num_held_out = {num_held_out} are to "
-            "be kept for evaluation and at least one must remain for training; lower data.num_held_out, or give "
-            "data.held_out_path"
+            "be kept for evaluation and at least one must remain for training; lower data.num_held_out, and give "
+            "`evaluation.datasets` if it is 0 then"
         )
+    return _choose(scanned.kept, num_held_out, seed)
 
 
-def _choose(indices: NDArray[np.int64], number: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """So many at random, and the others, both in the order of the dataset."""
+def _choose(indices: NDArray[np.int64], number: int | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """So many at random (None: all), and the others, both in the order of the dataset."""
     is_chosen = np.zeros(len(indices), dtype=bool)
     is_chosen[np.random.default_rng((seed, _HELD_OUT_STREAM)).permutation(len(indices))[:number]] = True
     return indices[is_chosen], indices[~is_chosen]

@@ -29,28 +29,44 @@ class Questions(Protocol):
     def __getitem__(self, index: int) -> Question: ...
 
 
+def make_prompt(question: Question, encoder: PromptEncoder) -> Prompt:
+    return Prompt(
+        prompt_id=question.prompt_id,
+        token_ids=encoder.encode(question),
+        question=question.text,
+        answer=question.answer,
+        row=question.row,
+    )
+
+
 class PromptSet:
-    """Held-out prompts, and an endless stream of training prompts that depends on nothing but the index asked for."""
+    """Prompts of evaluations, and an endless stream of training prompts that depends on nothing but the index."""
 
     def __init__(
         self,
         *,
         questions: Questions,
         training: NDArray[np.int64],
-        held_out: Sequence[Question],
+        evaluation: Mapping[str, Sequence[Prompt]],
         encoder: PromptEncoder,
         order_seed: int,
     ) -> None:
-        """`training`: [training prompts] indices into `questions`, of which each epoch has every one once."""
+        """`training`: [training prompts] indices into `questions`, of which each epoch has every one once. evaluation:
+        by the name of their dataset."""
         self._questions = questions
         self._training = training
         self._encoder = encoder
         self._order_seed = order_seed
-        self.held_out: Sequence[Prompt] = tuple(map(self._prompt, held_out))
+        self.evaluation = evaluation
 
     def __len__(self) -> int:
         """Number of different training prompts, which is the length of an epoch."""
         return len(self._training)
+
+    @property
+    def held_out(self) -> Sequence[Prompt]:
+        """Those of the first evaluation dataset."""
+        return next(iter(self.evaluation.values()), ())
 
     def training_prompt(self, index: int) -> Prompt:
         """Prompt number `index` (from 0, without end) of the training stream.
@@ -62,16 +78,7 @@ class PromptSet:
             raise IndexError(f"training prompts are numbered from 0, got {index}")
         epoch, position = divmod(index, len(self))
         order = _epoch_order(num_prompts=len(self), seed=self._order_seed, epoch=epoch)
-        return self._prompt(self._questions[int(self._training[order[position]])])
-
-    def _prompt(self, question: Question) -> Prompt:
-        return Prompt(
-            prompt_id=question.prompt_id,
-            token_ids=self._encoder.encode(question),
-            question=question.text,
-            answer=question.answer,
-            row=question.row,
-        )
+        return make_prompt(self._questions[int(self._training[order[position]])], self._encoder)
 
 
 @lru_cache(maxsize=4)  # the stream crosses from one epoch to the next while both are in use

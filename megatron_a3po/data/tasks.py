@@ -2,13 +2,15 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.config import HELD_OUT
+from megatron_a3po.data.prompts import Prompt, PromptSet, make_prompt
 from megatron_a3po.data.questions import PromptEncoder, Question
 from megatron_a3po.errors import DataError
 from megatron_a3po.runtime.logging import logger
@@ -29,6 +31,7 @@ def load_task(
     prompt_pattern: str | None,
     num_held_out: int,
     encoder: PromptEncoder,
+    evaluation: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     order_seed: int = 0,
     max_prompt_tokens: int | None = None,
     vocab_size: int | None = None,
@@ -43,6 +46,7 @@ def load_task(
         prompt_pattern: regular expression that the whole question must match; None keeps every question.
         num_held_out: the first so many prompts are never trained on.
         encoder: makes token ids of the questions.
+        evaluation: more prompts for evaluations, by the name of their dataset.
         order_seed: seeds the order of every epoch; at least 0.
         max_prompt_tokens: longer prompts are left out; None: none is.
         vocab_size: of the model; None: unknown.
@@ -68,10 +72,11 @@ def load_task(
             f"which num_held_out={num_held_out} are to be kept for evaluation and at least one must remain for "
             "training: raise size, lower num_held_out, or loosen prompt_pattern or the task's options"
         )
+    held_out = [make_prompt(question, encoder) for question in questions[:num_held_out]]
     return PromptSet(
         questions=questions,
         training=np.arange(num_held_out, len(questions)),
-        held_out=questions[:num_held_out],
+        evaluation=({HELD_OUT: held_out} if held_out else {}) | dict(evaluation),
         encoder=encoder,
         order_seed=order_seed,
     )

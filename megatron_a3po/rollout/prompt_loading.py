@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from megatron_a3po.config import DataConfig, RunConfig
+from megatron_a3po.config import Columns, DataConfig, RunConfig
 from megatron_a3po.config.model_files import read_model_config
-from megatron_a3po.data.dataset import DatasetFiles, load_dataset
+from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
 from megatron_a3po.data.prompts import PromptSet
 from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.data.rows import make_schema
@@ -13,45 +13,55 @@ from megatron_a3po.errors import DataError
 
 
 def load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
-    """The prompts of a task or of a dataset, all of which the model and the microbatches have room for.
+    """The prompts of a task or of a dataset, and those of evaluations, all of which the model and the microbatches have
+    room for.
 
     Raises DataError.
     """
     data = config.data
     described = read_model_config(config.model)
-    longest = _longest_prompt(config, described)
+    limits = DatasetLimits(
+        max_prompt_tokens=_longest_prompt(config, described),
+        vocab_size=described["vocab_size"],
+        max_bad_share=data.max_bad_share,
+    )
+    evaluation = _evaluation_files(config, tokenizer)
     if data.task is not None:
-        prompts = load_task(
+        return load_task(
             task=data.task,
             task_options=data.task_options,
             size=data.size,
             seed=data.seed,
             prompt_pattern=data.prompt_pattern,
             num_held_out=data.num_held_out,
+            evaluation=load_evaluation(evaluation, run_dir=config.run_dir, seed=data.seed, limits=limits),
             encoder=make_encoder(data, tokenizer),
             order_seed=config.seed,
-            max_prompt_tokens=longest,
-            vocab_size=described["vocab_size"],
+            max_prompt_tokens=limits.max_prompt_tokens,
+            vocab_size=limits.vocab_size,
         )
-    else:
-        prompts = load_dataset(
-            *dataset_files(data),
-            run_dir=config.run_dir,
-            encoder=make_encoder(data, tokenizer),
-            num_held_out=data.num_held_out,
-            seed=data.seed,
-            order_seed=config.seed,
-            max_prompt_tokens=longest,
-            vocab_size=described["vocab_size"],
-            max_bad_share=data.max_bad_share,
-        )
-    return prompts
+    assert data.path is not None
+    encoder = make_encoder(data, tokenizer)
+    return load_dataset(
+        DatasetFiles(path=data.path, split=data.split, columns=data.columns, encoder=encoder),
+        evaluation,
+        run_dir=config.run_dir,
+        num_held_out=data.num_held_out,
+        seed=data.seed,
+        order_seed=config.seed,
+        limits=limits,
+    )
 
 
-def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:
-    instruction = data.instruction
+def make_encoder(
+    data: DataConfig, tokenizer: Any, columns: Columns | None = None, instruction: str | None = None
+) -> PromptEncoder:
+    """`columns`, `instruction`: those of a dataset; None: those of the data that is trained on."""
     if instruction is None:
-        instruction = make_schema(data.columns).instruction if data.path is not None else ""
+        instruction = data.instruction
+    if instruction is None:
+        has_columns = data.path is not None or columns is not None
+        instruction = make_schema(columns or data.columns).instruction if has_columns else ""
     return PromptEncoder(
         tokenizer,
         chat_template=data.chat_template,
@@ -61,15 +71,17 @@ def make_encoder(data: DataConfig, tokenizer: Any) -> PromptEncoder:
     )
 
 
-def dataset_files(data: DataConfig) -> tuple[DatasetFiles, DatasetFiles | None]:
-    """What is trained on, and what is sampled in evaluations if that is something else."""
-    assert data.path is not None
-    training = DatasetFiles(path=data.path, split=data.split, columns=data.columns)
-    if data.held_out_path is None and data.held_out_split is None:
-        return training, None
-    columns = data.columns if data.held_out_columns is None else data.held_out_columns
-    path = data.held_out_path or data.path
-    return training, DatasetFiles(path=path, split=data.held_out_split, columns=columns)
+def _evaluation_files(config: RunConfig, tokenizer: Any) -> dict[str, DatasetFiles]:
+    return {
+        name: DatasetFiles(
+            path=dataset.path,
+            split=dataset.split,
+            columns=config.data.columns if dataset.columns is None else dataset.columns,
+            encoder=make_encoder(config.data, tokenizer, dataset.columns, dataset.instruction),
+            num_prompts=dataset.num_prompts,
+        )
+        for name, dataset in config.evaluation.datasets.items()
+    }
 
 
 def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:

@@ -12,11 +12,11 @@ from megatron_a3po.rollout.rewards.samples import RewardFailure, Sample, Score
 from megatron_a3po.rollout.rewards.shaping import Shaping
 from megatron_a3po.rollout.sampler import Responses
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+from megatron_a3po.types import FinishReason, TrajectoryGroup
 
 _BAD_FORMAT = "bad_format"
 _CHUNK = 32
-"""Responses of an evaluation that one worker is given at a time."""
+"""Prompts of an evaluation whose responses one worker is given at a time."""
 
 
 class ScorerPool(Protocol):
@@ -50,26 +50,29 @@ class Rewarder:
             ),
         )
 
-    async def score_each(self, responses: Sequence[Responses]) -> list[Trajectory]:
-        """Trajectories of an evaluation, with rewards as the scorer gives them; those that it fails for are left out.
+    async def score_each(self, responses: Sequence[Responses]) -> list[Responses]:
+        """Responses of an evaluation, with rewards as the scorer gives them; prompts that it fails for are left out.
 
         Raises RewardError when these are more than `max_failed_share`.
         """
         chunks = batched([_samples(item) for item in responses], _CHUNK)
         outcomes = [outcome for chunk in await asyncio.gather(*map(self._pool.score, chunks)) for outcome in chunk]
-        scored: list[Trajectory] = []
+        scored: list[Responses] = []
         failed: list[RewardFailure] = []
         for item, outcome in zip(responses, outcomes, strict=True):
             if isinstance(outcome, RewardFailure):
                 failed.append(replace(outcome, message=f"prompt {item.prompt.prompt_id}: {outcome.message}"))
                 continue
-            for trajectory, score in zip(item.trajectories, outcome, strict=True):
-                scored.append(replace(trajectory, reward=score.value, reward_reason=_reason(score)))
+            rewarded = (
+                replace(trajectory, reward=score.value, reward_reason=_reason(score))
+                for trajectory, score in zip(item.trajectories, outcome, strict=True)
+            )
+            scored.append(replace(item, trajectories=tuple(rewarded)))
         if failed:
-            message = too_many(failed, f"{len(responses)} responses of an evaluation", self._max_failed_share)
+            message = too_many(failed, f"{len(responses)} prompts of an evaluation", self._max_failed_share)
             if len(failed) > self._max_failed_share * len(responses) or not scored:
                 raise RewardError(message)
-            logger.warning("%d responses of an evaluation got no reward; the last one: %s", len(failed), failed[-1])
+            logger.warning("%d prompts of an evaluation got no reward; the last one: %s", len(failed), failed[-1])
         return scored
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from typing import Protocol
 
 from megatron_a3po.data.prompts import Prompt
@@ -38,48 +39,67 @@ class Responses:
     """Of each trajectory's response"""
 
 
-class Sampler:
-    """Samples responses at one temperature."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How responses are sampled."""
 
-    def __init__(
-        self, pool: ServerPool, tokenizer: Decoder, *, group_size: int, max_new_tokens: int, temperature: float
-    ) -> None:
+    num_samples: int
+    """Per prompt"""
+    max_new_tokens: int
+    temperature: float
+
+
+class Sampler:
+    """Samples responses."""
+
+    def __init__(self, pool: ServerPool, tokenizer: Decoder, sampling: Sampling, *, max_in_flight: int) -> None:
+        """`sampling`: for groups. max_in_flight: responses that an evaluation asks for at one time, since the time in a
+        server's queue counts as waiting for an answer."""
         self._pool = pool
         self._tokenizer = tokenizer
-        self._group_size = group_size
-        self._max_new_tokens = max_new_tokens
-        self._temperature = temperature
+        self.sampling = sampling
+        self._max_in_flight = max_in_flight
 
     async def sample_group(self, prompt: Prompt, group_id: int) -> Responses:
         """All responses of one group in one request."""
-        responses = await self._generate([prompt], self._group_size, priority=-group_id)
+        responses = await self._generate([prompt], self.sampling, priority=-group_id)
         return self._responses(prompt, group_id, responses)
 
-    async def sample_each(self, prompts: Sequence[Prompt], max_new_tokens: int | None = None) -> list[Responses]:
-        """One response per prompt, of at most `max_new_tokens` if given, before everything else that waits."""
-        chunks = [prompts[start : start + _CHUNK] for start in range(0, len(prompts), _CHUNK)]
-        answers = await asyncio.gather(
-            *(self._generate(chunk, 1, priority=URGENT, max_new_tokens=max_new_tokens) for chunk in chunks)
-        )
-        responses = [response for answer in answers for response in answer]
-        return [self._responses(prompt, -1, [response]) for prompt, response in zip(prompts, responses, strict=True)]
+    async def sample_each(
+        self, prompts: Sequence[Prompt], sampling: Sampling, done: Callable[[int], None] = lambda number: None
+    ) -> list[Responses]:
+        """Responses to every prompt, before everything else that waits. `done` hears of so many more responses."""
+        # Several prompts in one request, or several responses to one.
+        chunks = list(batched(prompts, _CHUNK if sampling.num_samples == 1 else 1))
+        size = max((len(chunk) for chunk in chunks), default=1) * sampling.num_samples
+        slots = asyncio.Semaphore(max(1, self._max_in_flight // size))
+
+        async def ask(chunk: Sequence[Prompt]) -> list[GenerateResponse]:
+            async with slots:
+                responses = await self._generate(chunk, sampling, priority=URGENT)
+            done(len(responses))
+            return responses
+
+        answers = await asyncio.gather(*map(ask, chunks))
+        responses = batched((response for answer in answers for response in answer), sampling.num_samples)
+        return [self._responses(prompt, -1, item) for prompt, item in zip(prompts, responses, strict=True)]
 
     async def _generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, priority: int, max_new_tokens: int | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, priority: int
     ) -> list[GenerateResponse]:
-        """`num_samples` responses to one prompt, or one to each of several. Those that are aborted go on from the
-        tokens that they have: half a response is neither right nor wrong."""
+        """Several responses to one prompt, or one to each of several. Those that are aborted go on from the tokens that
+        they have: half a response is neither right nor wrong."""
         token_ids = [list(prompt.token_ids) for prompt in prompts]
-        limit = max_new_tokens or self._max_new_tokens
         whole = generate_request(
             token_ids if len(prompts) > 1 else token_ids[0],
-            num_samples=num_samples,
-            max_new_tokens=limit,
-            temperature=self._temperature,
+            num_samples=sampling.num_samples,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
             priority=priority,
         )
         name = f"prompt {prompts[0].prompt_id}"
-        sampled = Continuation([ids for ids in token_ids for _ in range(num_samples)], limit)
+        repeated = [ids for ids in token_ids for _ in range(sampling.num_samples)]
+        sampled = Continuation(repeated, sampling.max_new_tokens)
         attempts = 0
         while attempts < _ATTEMPTS:
             num_pauses = self._pool.num_pauses

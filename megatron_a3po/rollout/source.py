@@ -1,6 +1,5 @@
 """Rollouts as the training loop sees them: the same batch on every rank, whoever collected it."""
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,6 +14,7 @@ from megatron_a3po.data.rollout_state import RolloutState
 from megatron_a3po.parallel.broadcast import broadcast_trajectories
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.rank_zero import RankZeroRollouts
+from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
@@ -121,15 +121,21 @@ class RolloutSource:
         if num_prompts == 0:
             return []
         with self._timer.phase("verify"):
-            return self._broadcast(self._rank0.sample_held_out(num_prompts, _CHECK_TOKENS) if self._rank0 else None)
+            return self._broadcast(self._rank0.sample_fresh(num_prompts, _CHECK_TOKENS) if self._rank0 else None)
 
-    def evaluate(self) -> float:
-        """Sampled accuracy on all held-out prompts by the present version; NaN on ranks other than 0."""
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Sample the prompts of all evaluation datasets by the present version; `eval_accuracy` is the mean reward on
+        the first one. Nothing on ranks other than 0. Responses go to `run_dir/evaluations/step_...`."""
         if self._rank0 is None:
-            return math.nan
+            return {}
         with self._timer.phase("evaluate"):
-            trajectories = self._rank0.sample_held_out(self._config.data.num_held_out)
-        return sum(trajectory.reward for trajectory in trajectories) / len(trajectories)
+            results = self._rank0.evaluate(f"step_{step:08d}")
+        if len(results) > 1 or results[0].num_samples > 1:
+            logger.info("evaluation after step %d: %s", step, "; ".join(map(str, results)))
+        metrics = {"eval_accuracy": results[0].average}
+        for result in results:
+            metrics |= result.metrics()
+        return metrics
 
     def metrics(self) -> dict[str, float]:
         """Groups that were dropped so far, by reason; nothing on ranks other than 0."""

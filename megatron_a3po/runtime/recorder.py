@@ -39,10 +39,10 @@ class RunRecorder:
         if self._writer is not None:
             logger.info("%6.1f s  %s", time.perf_counter() - self._start, text)
 
-    def start(self, metrics: Mapping[str, float], eval_accuracy: float | None) -> None:
-        """Record the state before training as step 0, or say where a resumed run goes on."""
-        if eval_accuracy is not None:
-            self.step(0, {**metrics, "eval_accuracy": eval_accuracy})
+    def start(self, metrics: Mapping[str, float], evaluation: Mapping[str, float] | None) -> None:
+        """Record the state before training as step 0, or say where a resumed run, which has no evaluation, goes on."""
+        if evaluation is not None:
+            self.step(0, {**metrics, **evaluation})
             return
         self._step_start = time.perf_counter()
         self._timer.take()

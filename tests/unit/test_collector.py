@@ -19,7 +19,7 @@ from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
 from megatron_a3po.rollout.rewards.shaping import Shaping
-from megatron_a3po.rollout.sampler import Sampler
+from megatron_a3po.rollout.sampler import Sampler, Sampling
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 from tests.unit.scripted_server import ScriptedServer, answer, close_connection, hang, refuse, response
 
@@ -94,6 +94,9 @@ async def wait_until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+EVALUATION = Sampling(num_samples=1, max_new_tokens=4, temperature=1.0)
+
+
 def prompt(group_id: int) -> Prompt:
     return Prompt(prompt_id=f"task/0/{group_id}", token_ids=(1, group_id + 2))
 
@@ -105,7 +108,8 @@ async def rollouts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollouts]:
     async with ScriptedServer(version="0") as server:
         death: list[str] = []
         pool = ServerPool([server.url], timeout_seconds=10.0, find_dead=lambda: death[0] if death else None)
-        sampler = Sampler(pool, Digits(), group_size=GROUP_SIZE, max_new_tokens=4, temperature=1.0)
+        sampling = Sampling(num_samples=GROUP_SIZE, max_new_tokens=4, temperature=1.0)
+        sampler = Sampler(pool, Digits(), sampling, max_in_flight=100)
         ledger = Ledger()
         buffer = StalenessBuffer(
             groups_per_batch=GROUPS_PER_BATCH, max_staleness=MAX_STALENESS, num_batches=NUM_BATCHES, ledger=ledger
@@ -260,22 +264,22 @@ async def test_training_rewards_are_shaped_and_those_of_an_evaluation_are_not(ro
     rollouts.publish(0)
     sampled = await rollouts.sampler.sample_group(prompt(0), 0)
     group = await rollouts.rewarder.reward_group(sampled)
-    evaluated = await rollouts.rewarder.score_each(await rollouts.sampler.sample_each([prompt(0)]))
+    evaluated = await rollouts.rewarder.score_each(await rollouts.sampler.sample_each([prompt(0)], EVALUATION))
 
     # Four tokens of eight, and not in the format.
     assert isinstance(group, TrajectoryGroup)
     assert [(item.reward, item.reward_reason) for item in group.trajectories] == [(0.5, "right_bad_format")] * 2
-    assert [item.reward for item in evaluated] == [1.0]
+    assert [trajectory.reward for item in evaluated for trajectory in item.trajectories] == [1.0]
 
 
 async def test_an_evaluation_leaves_out_what_has_no_reward_and_fails_where_that_is_too_much(rollouts: Rollouts) -> None:
     rollouts.publish(0)
-    responses = await rollouts.sampler.sample_each([prompt(index) for index in range(100)])
+    responses = await rollouts.sampler.sample_each([prompt(index) for index in range(100)], EVALUATION)
     rollouts.scores.wrong = {"task/0/3": fails(), "task/0/7": fails()}
     assert len(await rollouts.rewarder.score_each(responses)) == 98
 
     rollouts.scores.wrong["task/0/9"] = fails()
-    with pytest.raises(RewardError, match="3 of 100 responses of an evaluation"):
+    with pytest.raises(RewardError, match="3 of 100 prompts of an evaluation"):
         await rollouts.rewarder.score_each(responses)
 
 
@@ -310,7 +314,7 @@ async def test_the_death_of_the_server_ends_an_evaluation_promptly(rollouts: Rol
     rollouts.server.script("/generate", hang)
     rollouts.publish(0)
     rollouts.collector.start()
-    evaluation = rollouts.collector.or_failure(rollouts.sampler.sample_each([prompt(0), prompt(1)]))
+    evaluation = rollouts.collector.or_failure(rollouts.sampler.sample_each([prompt(0), prompt(1)], EVALUATION))
     waiting = asyncio.ensure_future(evaluation)
     await asyncio.sleep(0.1)
 
@@ -363,7 +367,7 @@ async def test_an_aborted_response_of_an_evaluation_is_sampled_again_and_never_c
     rollouts.server.script("/generate", answer([partial, partial]), calls=range(1, 2))
     rollouts.publish(0)
 
-    responses = await rollouts.sampler.sample_each([prompt(0), prompt(1)])
+    responses = await rollouts.sampler.sample_each([prompt(0), prompt(1)], EVALUATION)
 
     assert [item.trajectories[0].response_length for item in responses] == [4, 4]
 

@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_a3po.data.dataset import DatasetFiles, load_dataset
+from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
 from megatron_a3po.data.prompts import PromptSet
 from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.errors import DataError
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(20)]
+LIMITS: dict[str, Any] = {"max_prompt_tokens": 100, "vocab_size": 256, "max_bad_share": 0.0}
 COLUMNS = {"prompt": "prompt", "answer": "answer", "level": "level"}
 
 
@@ -40,15 +42,22 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def dataset_files(path: Path, **changes: Any) -> DatasetFiles:
+    settings: dict[str, Any] = {"columns": COLUMNS, "encoder": PromptEncoder(ByteTokenizer())}
+    return DatasetFiles(path=path, **(settings | changes))
+
+
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., PromptSet]:
-    def load(path: Path, held_out: DatasetFiles | None = None, **changes: Any) -> PromptSet:
-        files = DatasetFiles(path=path, split=changes.pop("split", None), columns=changes.pop("columns", COLUMNS))
+    def load(path: Path, evaluation: Mapping[str, DatasetFiles] | None = None, **changes: Any) -> PromptSet:
+        files = dataset_files(path, split=changes.pop("split", None), columns=changes.pop("columns", COLUMNS))
         run_dir = changes.pop("run_dir", tmp_path / "run")
         run_dir.mkdir(exist_ok=True)
-        settings: dict[str, Any] = {"num_held_out": 4, "seed": 7, "order_seed": 0, "max_prompt_tokens": 100}
-        settings |= {"vocab_size": 256, "max_bad_share": 0.0, "encoder": PromptEncoder(ByteTokenizer())}
-        return load_dataset(files, held_out, run_dir=run_dir, **(settings | changes))
+        limits = LIMITS | {name: changes.pop(name) for name in LIMITS.keys() & changes.keys()}
+        if "encoder" in changes:
+            files = replace(files, encoder=changes.pop("encoder"))
+        settings: dict[str, Any] = {"num_held_out": 4, "seed": 7, "order_seed": 0, "limits": DatasetLimits(**limits)}
+        return load_dataset(files, evaluation or {}, run_dir=run_dir, **(settings | changes))
 
     return load
 
@@ -130,21 +139,42 @@ def test_the_held_out_prompts_are_drawn_by_seed_and_never_trained_on(
     assert [prompt.question for prompt in other.held_out] != held_out
 
 
-def test_held_out_prompts_of_another_dataset_are_left_out_of_training(
-    load: Callable[..., PromptSet], tmp_path: Path
+def test_prompts_of_evaluation_datasets_are_left_out_of_training(
+    load: Callable[..., PromptSet], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ROWS)
     problems = [{"problem": "What is 3 + 3?", "solution": 6}, {"problem": "What is 1 + 2?", "solution": 3}]
-    other = write_parquet(tmp_path / "test.parquet", problems)
-    files = DatasetFiles(path=other, columns={"prompt": "problem", "answer": "solution"})
+    sums = write_parquet(tmp_path / "test.parquet", problems)
+    words = write_jsonl(tmp_path / "words.jsonl", [{"prompt": f"word {i}", "answer": i, "level": 0} for i in range(9)])
+    boxed = PromptEncoder(ByteTokenizer(), instruction="Box it.")
+    evaluation = {
+        "sums": dataset_files(sums, columns={"prompt": "problem", "answer": "solution"}, encoder=boxed),
+        "words": dataset_files(words, num_prompts=3),
+    }
 
-    prompts = load(path, files)
+    prompts = load(path, evaluation)
 
-    assert [(prompt.question, prompt.answer) for prompt in prompts.held_out] == [
-        ("What is 3 + 3?", 6),
-        ("What is 1 + 2?", 3),
+    assert list(prompts.evaluation) == ["held_out", "sums", "words"]
+    assert [(prompt.question, prompt.answer, bytes(prompt.token_ids)) for prompt in prompts.evaluation["sums"]] == [
+        ("What is 3 + 3?", 6, b"What is 3 + 3?\n\nBox it."),
+        ("What is 1 + 2?", 3, b"What is 1 + 2?\n\nBox it."),
     ]
-    assert sorted(stream(prompts)) == sorted(row["prompt"] for row in ROWS if row["prompt"] != "What is 3 + 3?")
+    chosen = [prompt.question for prompt in prompts.evaluation["words"]]
+    assert len(chosen) == 3 and chosen == sorted(chosen) and all(text.startswith("word ") for text in chosen)
+    held_out = {prompt.question for prompt in prompts.held_out}
+    assert set(stream(prompts)) == {row["prompt"] for row in ROWS} - held_out - {"What is 3 + 3?"}
+    assert ("1 prompts of sums are left out" in caplog.text) is ("What is 3 + 3?" not in held_out)
+    alone = load_evaluation(evaluation, run_dir=tmp_path / "run", seed=7, limits=DatasetLimits(**LIMITS))
+    assert alone == {name: prompts.evaluation[name] for name in evaluation}
+
+
+def test_without_held_out_prompts_everything_is_trained_on(load: Callable[..., PromptSet], tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    words = write_jsonl(tmp_path / "words.jsonl", [{"prompt": "word", "answer": 1, "level": 0}])
+    prompts = load(path, {"words": dataset_files(words)}, num_held_out=0)
+    assert len(prompts) == len(ROWS) and [prompt.question for prompt in prompts.held_out] == ["word"]
+    with pytest.raises(DataError, match=r"all of its prompts are in `evaluation.datasets` too"):
+        load(path, {"same": dataset_files(path)}, num_held_out=0, run_dir=tmp_path / "other")
 
 
 def test_repeated_rows_are_counted_and_asked_once(

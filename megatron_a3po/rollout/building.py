@@ -1,0 +1,57 @@
+"""From the configuration to the parts that sample and reward."""
+
+from megatron_a3po.config import RunConfig
+from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.rollout.evaluator import Evaluator
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.rewarder import Rewarder
+from megatron_a3po.rollout.rewards.pool import PoolSettings
+from megatron_a3po.rollout.rewards.scorers import ScorerSpec, TaskSpec
+from megatron_a3po.rollout.rewards.shaping import Shaping
+from megatron_a3po.rollout.sampler import Decoder, Sampler, Sampling
+
+
+def pool_settings(config: RunConfig) -> PoolSettings:
+    reward, data = config.reward, config.data
+    task = TaskSpec(name=data.task, options=data.task_options) if data.task is not None else None
+    scorer = reward.scorer
+    if scorer == "auto":
+        scorer = "task" if task is not None else "math"
+    return PoolSettings(
+        spec=ScorerSpec(scorer=scorer, task=task, format_pattern=reward.format_pattern),
+        max_workers=reward.max_workers,
+        timeout_seconds=reward.timeout_seconds,
+        memory_bytes=reward.worker_memory_bytes,
+        log_file=config.run_dir / "logs" / "rewards.log",
+    )
+
+
+def shaping(config: RunConfig) -> Shaping:
+    return Shaping(
+        max_new_tokens=config.rollout.max_new_tokens,
+        format_penalty=config.reward.format_penalty,
+        length_penalty=config.reward.length_penalty,
+    )
+
+
+def make_sampler(config: RunConfig, pool: ServerPool, tokenizer: Decoder) -> Sampler:
+    rollout = config.rollout
+    return Sampler(
+        pool,
+        tokenizer,
+        Sampling(
+            num_samples=rollout.group_size, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature
+        ),
+        max_in_flight=rollout.max_concurrent_groups * rollout.group_size,
+    )
+
+
+def make_evaluator(config: RunConfig, prompts: PromptSet, sampler: Sampler, rewarder: Rewarder) -> Evaluator:
+    """`evaluation` where it says something, else as in training."""
+    chosen, training = config.evaluation, sampler.sampling
+    sampling = Sampling(
+        num_samples=chosen.num_samples,
+        max_new_tokens=chosen.max_new_tokens or training.max_new_tokens,
+        temperature=training.temperature if chosen.temperature is None else chosen.temperature,
+    )
+    return Evaluator(prompts.evaluation, sampler, rewarder, sampling, config.run_dir / "evaluations")
