@@ -20,6 +20,7 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
         *_servers(config),
         *_quarantine(config),
         *data_mistakes(config),
+        *_delta(config),
         *_training(config),
         *_optimizer(config),
         *_checkpoints(config),
@@ -129,6 +130,27 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
             "use `recompute` or `loglinear`, or `actor.minibatches: 1`",
             ("actor.minibatches",),
         )
+
+def _delta(config: RunConfig) -> Iterator[Mistake]:
+    publish = config.publish
+    if publish.delta_folder is None:
+        return
+    if publish.transport == "group" and not publish.fallback:
+        yield Mistake(
+            "publish.delta_folder",
+            str(publish.delta_folder),
+            "nothing is published through files",
+            "use `publish.transport: disk`, or remove this key",
+            ("publish.transport", "publish.fallback"),
+        )
+    if config.rollout.servers != "local" and not publish.delta_folder.is_absolute():
+        yield Mistake(
+            "publish.delta_folder",
+            str(publish.delta_folder),
+            "does not name the same folder on every machine",
+            "give the whole path, such as /dev/shm/policy",
+        )
+
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Mistake]:

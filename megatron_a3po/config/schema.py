@@ -155,6 +155,9 @@ class PublishConfig(Section):
     """What becomes of responses under way when weights are published. retract: they wait, and go on with their context
     computed anew. in_place: they go on with the old weights' keys and values; for servers without radix cache. abort:
     the servers return what there is of them, and the run has them continued."""
+    delta_folder: Path | None = None
+    """Write to those files only what has changed, and have servers read this folder, which tools/apply_weight_delta.py
+    keeps on each of their machines; a local server's is kept by the run. null: files of whole models."""
     min_servers: Positive | None = None
     """A server that fails is left out until it has received a whole version again; with fewer servers than this, the
     run ends. null: all of them are needed."""

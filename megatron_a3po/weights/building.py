@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from megatron_a3po.config.model_files import has_megatron_weights
 from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.parallel.messages import broadcast_json
 from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.delta_folder import described_by
+from megatron_a3po.weights.delta_transport import DeltaTransport
 from megatron_a3po.weights.disk import DiskTransport
-from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.publisher import Transport, WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.served import fp8_rule, served_quantization
 from megatron_a3po.weights.transport import UpdateGroups
@@ -40,7 +43,12 @@ def build_publisher(
     if receivers is not None and not has_megatron_weights(config.model):
         folder = HfFolder.open(config.model)
         names = published_names(folder.names(), folder.config)
-    quantization = served_quantization(receivers.served) if receivers is not None else None
+    publish = config.publish
+    shared, local = publish.folder or config.run_dir / "published", publish.delta_folder
+    quantization = None
+    if receivers is not None:
+        served = [(url, str(described_by(Path(model), shared, local)), own) for url, model, own in receivers.served]
+        quantization = served_quantization(served)
     names, quantization = broadcast_json([names, quantization], control)
     collector = WeightCollector(
         chunks,
@@ -52,16 +60,19 @@ def build_publisher(
         is_fp8=fp8_rule(quantization),
         timer=timer,
     )
-    publish = config.publish
-    disk = DiskTransport(
-        collector.plan,
-        receivers,
-        publish.folder or config.run_dir / "published",
-        config.model,
-        quantization_config=quantization,
-        pause_first=publish.transport != "disk",
-        timeout_seconds=publish.timeout_seconds,
-    )
+    through_files: dict[str, Any] = {
+        "quantization_config": quantization,
+        "pause_first": publish.transport != "disk",
+        "timeout_seconds": publish.timeout_seconds,
+    }
+    disk: Transport
+    if local is None:
+        disk = DiskTransport(collector.plan, receivers, shared, config.model, **through_files)
+    else:
+        followed = config.rollout.servers != "local"
+        disk = DeltaTransport(
+            collector.plan, receivers, shared, config.model, local=local, followed=followed, **through_files
+        )
     if publish.transport == "disk":
         return WeightPublisher(collector, disk, receivers, control, timer=timer)
     update_groups = UpdateGroups(

@@ -93,6 +93,9 @@ class DiskTransport:
             if former != target:
                 shutil.rmtree(former, ignore_errors=True)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """The last version stays: servers that start again can be pointed to it."""
 

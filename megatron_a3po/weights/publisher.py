@@ -40,7 +40,7 @@ class WeightSource(Protocol):
 
 
 class Transport(Protocol):
-    """A way to the servers: `transport.UpdateGroups` or `disk.DiskTransport`."""
+    """A way to the servers: `transport.UpdateGroups`, `disk.DiskTransport` or `delta_transport.DeltaTransport`."""
 
     why_not: str
     """What to tell the user when this one has to take over"""
@@ -53,6 +53,9 @@ class Transport(Protocol):
 
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0, meanwhile: pause the servers, and have them take all buckets and the version."""
+
+    def metrics(self) -> dict[str, float]:
+        """On rank 0, of the last publication."""
 
     def close(self) -> None: ...
 
@@ -129,6 +132,7 @@ class WeightPublisher:
         return {
             "published_bytes": float(self.plan.nbytes),
             "publish_buckets": float(len(self.plan.buckets)),
+            **self._transport.metrics(),
             **counts,
         }
 

@@ -127,6 +127,9 @@ class UpdateGroups:
     def _describe(self, bucket: Bucket, what: str) -> str:
         return f"rank {bucket.owner} could not {what} {bucket.title} for {self._urls}"
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """All ranks, the servers' too, leave together."""
         left = [self._receivers.destroy_group(name) for name in self._names.values()] if self._receivers else []

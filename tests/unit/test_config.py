@@ -205,6 +205,18 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
             "publish.max_logprob_difference",
             "set `publish.verify_prompts`",
         ),
+        (
+            ["publish.delta_folder=/dev/shm/policy", "publish.fallback=false"],
+            "",
+            "publish.delta_folder",
+            "nothing is published through files; use `publish.transport: disk`",
+        ),
+        (
+            ["publish.delta_folder=policy", "rollout.servers=['http://host:30000']"],
+            "",
+            "publish.delta_folder",
+            "give the whole path",
+        ),
         (["optimizer.offload=true"], "", "optimizer.offload", "in host memory already; remove this key"),
         (["rollout.max_new_tokens=100"], "", "rollout.max_new_tokens", "use less than 100"),
         (["model=nowhere"], "", "model", "no config.json there"),
