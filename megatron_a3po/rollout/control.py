@@ -20,6 +20,8 @@ from megatron_a3po.runtime.logging import logger
 _FLUSHES = 6
 _FLUSH_SECONDS = 0.1
 """Before the second attempt; twice as long before each further one."""
+_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+"""What SGLang answers, with status 400, to an update that succeeded while requests ran"""
 
 
 @dataclass(slots=True)
@@ -27,7 +29,8 @@ class ServerControl:
     """Control calls to every server that takes part in publications, at once. Each raises RolloutError when a server
     fails, which then is in quarantine.
 
-    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, flush, resume.
+    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, resume. The
+    last bucket brings the version, and has the server forget what it has cached with the old weights.
     """
 
     pool: ServerPool
@@ -37,6 +40,8 @@ class ServerControl:
     _groups: list[str] = field(default_factory=list)
     """Names of groups that servers may be in"""
     _participants: list[Server] = field(default_factory=list)
+    _unflushed: dict[Server, str] = field(default_factory=dict)
+    """Those that hold new weights, of this version, and still keys and values of the old ones"""
 
     @property
     def urls(self) -> list[str]:
@@ -121,29 +126,27 @@ class ServerControl:
         self._post("/begin_weight_update", {})
 
     def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
-        """Announce one bucket; the result comes when every server has received and loaded it."""
+        """Announce one bucket; the result comes when every server has received and loaded it. body: with a
+        `weight_version`, it is the last one."""
         self._change(self.pool.states.begin_update)
         path, patience = "/update_weights_from_distributed", _patience(timeout_seconds)
-        return self.loop.submit(self.pool.post_to_all(path, body, patience, together=True))
+        return self.loop.submit(self._update(path, body, patience, together=True))
 
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
         """Have every server read the weights in `folder` and take on the version."""
         self._change(self.pool.states.begin_update)
         # The format is named, since a server may have been started without weights.
-        body = {"model_path": folder, "weight_version": version, "flush_cache": False, "load_format": "auto"}
-        self.loop.run(self.pool.post_to_all("/update_weights_from_disk", body, timeout_seconds))
+        body = {"model_path": folder, "weight_version": version, "load_format": "auto"}
+        self.loop.run(self._update("/update_weights_from_disk", body, timeout_seconds, together=False))
 
     def end(self) -> None:
         self._post("/end_weight_update", {})
 
     def flush(self) -> None:
-        """Forget what was cached with the old weights, so far as the pause leaves it unused: tried a few times.
-
-        A call of its own, since one that came with a bucket could fail after the weights have changed. On a CPU it
-        takes SGLang's server half a second of garbage collection; on a GPU it empties the allocator's cache.
-        """
-        if self.pool.pause_mode != "in_place":
-            self.loop.run(self._flush())
+        """Where requests that still ran kept a server from flushing its caches with the update: ask for it again, a few
+        times. On a CPU each takes SGLang half a second of garbage collection, which an update spares."""
+        if self._unflushed:
+            self.loop.run(self.pool.for_each(self._flush))
 
     def versions(self) -> dict[str, str]:
         """By URL: the label of a server's weights, as it says itself."""
@@ -189,6 +192,7 @@ class ServerControl:
         states = self.pool.states
         states.begin_publication()
         self.pool.case_closed = False
+        self._unflushed.clear()
         if call_back != "none":
             await recovery.call_back(self.pool, self._groups, at_once=call_back == "all")
         if not states.enough:
@@ -214,18 +218,34 @@ class ServerControl:
 
         await self.pool.for_each(forget)
 
-    async def _flush(self) -> None:
-        async def flush(server: Server) -> None:
-            for attempt in range(1, _FLUSHES + 1):
-                try:
-                    await self.pool.post(server, "/flush_cache", {}, self.timeout_seconds)
-                    return
-                except RequestRefused as error:
-                    if attempt == _FLUSHES:
-                        raise RequestRefused(f"{error}, {_FLUSHES} times in a row") from None
-                    await asyncio.sleep(_FLUSH_SECONDS * 2 ** (attempt - 1))
+    async def _update(self, path: str, body: dict[str, Any], timeout_seconds: float, *, together: bool) -> None:
+        # In place, what was cached with the old weights is in use, and stays.
+        flushes = "weight_version" in body and self.pool.pause_mode != "in_place"
 
-        await self.pool.for_each(flush)
+        async def update(server: Server) -> None:
+            try:
+                await self.pool.post(server, path, body | {"flush_cache": flushes}, timeout_seconds)
+            except RequestRefused as error:
+                if not flushes or _NOT_FLUSHED not in str(error):
+                    raise
+                logger.debug("%s", error)
+                self._unflushed[server] = body["weight_version"]
+
+        await self.pool.for_each(update, together=together)
+
+    async def _flush(self, server: Server) -> None:
+        for attempt in range(1, _FLUSHES + 1) if server in self._unflushed else ():
+            try:
+                await self.pool.post(server, "/flush_cache", {}, self.timeout_seconds)
+                break
+            except RequestRefused as error:
+                if attempt == _FLUSHES:
+                    raise RequestRefused(f"{error}, {_FLUSHES} times in a row") from None
+                await asyncio.sleep(_FLUSH_SECONDS * 2 ** (attempt - 1))
+        if (version := self._unflushed.pop(server, None)) is not None:
+            # Of a call that it refused in part, the server's front end has not taken on the version.
+            label = {"new_version": version, "abort_all_requests": False}
+            await self.pool.post(server, "/update_weight_version", label, self.timeout_seconds)
 
     async def _versions(self) -> dict[str, str]:
         async def version(server: Server) -> tuple[str, str]:

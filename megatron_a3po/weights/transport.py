@@ -119,7 +119,7 @@ class UpdateGroups:
         request = as_request(bucket, self._names[bucket.owner])
         # The version goes with the last bucket: before it, no server holds the new weights as a whole.
         last = bucket is self._plan.buckets[-1]
-        request |= {"flush_cache": False} | ({"weight_version": str(version)} if last else {})
+        request |= {"weight_version": str(version)} if last else {}
         answer = self._receivers.update(request, self._timeout_seconds)
         signals.tell(f"go {bucket.number}")
         wait_for_all([answer], signals, self._timeout_seconds)

@@ -63,7 +63,7 @@ def _received(server: ScriptedServer, receiver: Receiver) -> list[dict[str, Any]
         groups.add(request["group_name"])
         sizes.append(len(buffer))
         if "weight_version" in request:
-            assert not request["flush_cache"]
+            assert request["flush_cache"]
             publications.append(
                 {
                     "version": request["weight_version"],

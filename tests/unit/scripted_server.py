@@ -166,6 +166,10 @@ class ScriptedServer:
         self.version = body.get("weight_version", self.version)
         return success()
 
+    async def _update_weight_version(self, body: Json) -> web.Response:
+        self.version = body["new_version"]
+        return success()
+
     async def _flush_cache(self, _: Json) -> web.Response:
         return web.Response(text="Cache flushed.")
 
@@ -211,6 +215,23 @@ def refuse(status: int, message: str) -> Action:
         return web.json_response({"success": False, "message": message}, status=status)
 
     return action
+
+
+def refuse_to_flush(server: ScriptedServer, path: str) -> None:
+    """An update that succeeds while requests run: its weights are new, the label that is told is not."""
+
+    async def action(_: web.Request, body: Json) -> web.StreamResponse:
+        if path == "/update_weights_from_distributed":
+            await server._receive("receive", body)
+        if not body["flush_cache"]:
+            return success()
+        message = (
+            "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract "
+            "or finish them, then call /flush_cache."
+        )
+        return web.json_response({"success": False, "message": message}, status=400)
+
+    server.script(path, action)
 
 
 def answer(content: Any) -> Action:

@@ -10,10 +10,11 @@ from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.sampler import Sampler
+from megatron_a3po.rollout.sampler import Sampler, Sampling
 from tests.unit.scripted_server import Receiver, ScriptedServer, answer, response
 from tests.unit.test_collector import Digits, wait_until
 from tests.unit.test_publisher import (  # noqa: F401
+    UPDATE,
     OneRank,
     control,
     default_group,
@@ -44,7 +45,9 @@ async def pool(server: ScriptedServer) -> AsyncIterator[ServerPool]:
 
 
 def sampler(pool: ServerPool, group_size: int = 2) -> Sampler:
-    return Sampler(pool, Digits(), group_size=group_size, max_new_tokens=LENGTH, temperature=1.0)
+    return Sampler(
+        pool, Digits(), Sampling(num_samples=group_size, max_new_tokens=LENGTH, temperature=1.0), max_in_flight=1000
+    )
 
 
 async def publish(pool: ServerPool, server: ScriptedServer, version: int) -> None:
@@ -124,10 +127,10 @@ async def test_in_place_needs_servers_without_radix_cache(server: ScriptedServer
     await pool.close()
 
 
-@pytest.mark.parametrize(("mode", "flushes"), [("retract", 1), ("abort", 1), ("in_place", 0)])
+@pytest.mark.parametrize(("mode", "flushes"), [("retract", True), ("abort", True), ("in_place", False)])
 def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
     mode: str,
-    flushes: int,
+    flushes: bool,
     first_receiver: Receiver,  # noqa: F811
 ) -> None:
     with serve(first_receiver) as (server,):
@@ -138,5 +141,6 @@ def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
         ):
             publisher.publish(0)
         assert server.bodies("/pause_generation") == [{"mode": mode}]
-        assert server.paths().count("/flush_cache") == flushes
+        assert [body["flush_cache"] for body in server.bodies(UPDATE)] == [False, flushes]
+        assert "/flush_cache" not in server.paths()
         assert server.paths().count("/continue_generation") == 1

@@ -80,11 +80,11 @@ def test_every_server_is_told_of_a_folder_with_the_models_tensors_and_only_the_l
     assert bodies[0][-1] == {
         "model_path": str(folder),
         "weight_version": "2",
-        "flush_cache": False,
+        "flush_cache": True,
         "load_format": "auto",
     }
     assert [server.version for server in servers] == ["2", "2"]
-    assert paths == ["/pause_generation", FROM_DISK, "/flush_cache", "/weights_checker", "/continue_generation"] * 3
+    assert paths == ["/pause_generation", FROM_DISK, "/weights_checker", "/continue_generation"] * 3
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     assert {path.name for path in folder.iterdir()} > {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     found = read(folder)
@@ -132,13 +132,11 @@ def test_after_a_failed_group_weights_go_through_files_and_stay_there(
         "/pause_generation",
         "/pause_generation",
         FROM_DISK,
-        "/flush_cache",
         "/weights_checker",
         "/continue_generation",
         "/pause_generation",
         "/pause_generation",
         FROM_DISK,
-        "/flush_cache",
         "/weights_checker",
         "/continue_generation",
     ]

@@ -194,7 +194,7 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
     assert [shape for request in requests for shape in request["shapes"]] == [list(t.shape) for _, t in ordered]
     dtypes = [dtype for request in requests for dtype in request["dtypes"]]
     assert dtypes == ["float32", "float32", "bfloat16", "bfloat16", "float32"]
-    assert [request["flush_cache"] for request in requests] == [False, False]
+    assert [request["flush_cache"] for request in requests] == [False, True]
     assert [request.get("weight_version") for request in requests] == [None, "3"]
     assert {request["load_format"] for request in requests} == {"flattened_bucket"}
     assert versions == ["3", "3"]
@@ -207,7 +207,6 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
         "/begin_weight_update",
         *[UPDATE] * 2,
         "/end_weight_update",
-        "/flush_cache",
         "/weights_checker",
         "/continue_generation",
     ]

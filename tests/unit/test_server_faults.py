@@ -28,6 +28,7 @@ from tests.unit.scripted_server import (
     close_connection,
     hang,
     refuse,
+    refuse_to_flush,
     start_receiver,
 )
 from tests.unit.test_publisher import (  # noqa: F401
@@ -113,7 +114,7 @@ def nothing_is_sent() -> Iterator[None]:
 
     def announce(groups: UpdateGroups, bucket: Bucket, version: int, signals: Signals) -> None:
         assert groups._receivers is not None
-        groups._receivers.update({"flush_cache": False, "weight_version": str(version)}, 5.0).result(5.0)
+        groups._receivers.update({"weight_version": str(version)}, 5.0).result(5.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UpdateGroups, "prepare", lambda *_: None)
@@ -153,6 +154,8 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
             run.receivers.pool.states.membership += 1
         continued = second.paths().count(CONTINUE)
         second.script(path, action)
+        if path == "/flush_cache":  # it is called when an update did not bring it about
+            refuse_to_flush(second, UPDATE)
         metrics = run.publish(1)
 
         assert run.quarantined == [second.url] and second.url in caplog.text
@@ -162,6 +165,7 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
         assert second.paths().count(CONTINUE) == continued + (path == CONTINUE), "it was not continued"
 
         second.script(path, action, range(0))
+        second.script(UPDATE, action, range(0))
         second.startup_time += 1.0
         metrics = run.publish(2)
         assert (metrics["servers_healthy"], metrics["servers_quarantined"], metrics["server_resyncs"]) == (2, 0, 1)
@@ -193,7 +197,7 @@ def test_a_400_after_the_weights_have_changed_leaves_the_server_out_though_it_sa
             await asyncio.to_thread(second_receiver.call, "receive", body)
             second.version = body.get("weight_version", second.version)
             status = 400 if "weight_version" in body else 200
-            return web.json_response({"success": status == 200, "message": "cache not flushed"}, status=status)
+            return web.json_response({"success": status == 200, "message": "out of memory"}, status=status)
 
         second.script(UPDATE, change_and_refuse)
         run.publish(1)
@@ -217,14 +221,48 @@ def test_a_refusal_of_the_first_of_many_buckets_ends_the_attempt_for_all_of_them
         assert servers[0].version == "1" and len(first_receiver.buffers) >= 24
 
 
-def test_a_flush_that_fails_a_few_times_is_tried_again(first_receiver: Receiver) -> None:  # noqa: F811
-    with running(first_receiver) as run:
-        run.servers[0].script("/flush_cache", refuse(400, "Flush cache failed."), calls=range(1, 6))
+def test_a_server_flushes_with_the_last_bucket_and_is_asked_again_only_where_it_could_not(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    with running(first_receiver, second_receiver) as run:
+        first, second = run.servers
+        refuse_to_flush(second, UPDATE)
+        second.script("/flush_cache", refuse(400, "Flush cache failed."), calls=range(1, 6))
         run.publish(0)
-        assert run.servers[0].paths().count("/flush_cache") == 6 and run.quarantined == []
+        for server in run.servers:
+            *others, last = server.bodies(UPDATE)
+            assert last["flush_cache"] and not any(body["flush_cache"] for body in others) and others
+        assert "/flush_cache" not in first.paths()
+        assert run.quarantined == [] and first.version == second.version == "0"
+        asked = second.paths()
+        assert asked.count("/flush_cache") == 6 and "/update_weight_version" not in first.paths()
+        # Its version is told when nothing of the old one is left, and before anything is sampled.
+        assert asked.index("/flush_cache") < asked.index("/update_weight_version") < asked.index(CONTINUE)
+
+
+def test_a_server_that_cannot_be_flushed_in_six_attempts_fails(first_receiver: Receiver) -> None:  # noqa: F811
+    with running(first_receiver) as run:
+        run.publish(0)
+        refuse_to_flush(run.servers[0], UPDATE)
         run.servers[0].script("/flush_cache", refuse(400, "Flush cache failed."))
         with pytest.raises(PublishError, match=r"Flush cache failed.*6 times"):
             run.publish(1)
+        assert run.servers[0].paths().count("/flush_cache") == 6
+        assert run.servers[0].paths().count(CONTINUE) == 1 and run.servers[0].version == "0"
+
+
+def test_a_server_that_reads_files_flushes_with_them_or_is_asked_again() -> None:
+    with running(None) as run:
+        (server,) = run.servers
+        run.receivers.update_from_disk("folder", "1", 5.0)
+        run.receivers.flush()
+        assert server.version == "1" and "/flush_cache" not in server.paths()
+        refuse_to_flush(server, "/update_weights_from_disk")
+        run.receivers.update_from_disk("folder", "2", 5.0)
+        run.receivers.flush()
+        assert server.version == "2" and server.paths().count("/flush_cache") == 1
+        assert run.quarantined == [] and server.bodies("/update_weights_from_disk")[-1]["flush_cache"]
 
 
 def test_of_three_servers_the_one_that_holds_other_weights_is_left_out() -> None:
