@@ -208,8 +208,10 @@ def test_microbatches_are_a_multiple_of_what_the_layout_cuts_them_into(overrides
         ),
         (
             DENSE,
-            ["parallel.pipeline=5", "parallel.last_stage_layers=4", "precision=fp8", "fp8.bf16_layers_at_start=3"]
-            + ["fp8.bf16_layers_at_end=5"],
+            [
+                *("parallel.pipeline=5", "parallel.last_stage_layers=4", "precision=fp8"),
+                *("fp8.bf16_layers_at_start=3", "fp8.bf16_layers_at_end=5"),
+            ],
             [
                 "fp8.bf16_layers_at_start = 3: a pipeline stage has 2 layers, and Megatron takes no more than one "
                 "stage; use at most 2",
