@@ -20,8 +20,9 @@ BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
 """Appended to the weight's name."""
-_LARGEST = 448.0
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+LARGEST = 448.0
+"""In e4m3."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """A factor below it would have lost bits of its own, and dividing by it could overflow."""
 _VALUES_AT_ONCE = 1 << 22
 """How many values are worked on as float32 at a time."""
@@ -71,20 +72,33 @@ def quantize_blockwise(weight: Tensor, name: str = "the weight") -> tuple[Tensor
         raise UnusableWeights(
             f"{name}: {list(weight.shape)} {_short(weight.dtype)} cannot be quantised; only a matrix of floats can"
         )
+    if weight.is_cuda:
+        # Triton asks for a driver when its kernels are defined, so not where there is no GPU.
+        from megatron_a3po.hf.triton_quantize import quantize_by_kernel
+
+        values, scales = quantize_by_kernel(weight)
+    else:
+        values, scales = quantize_by_tiles(weight)
+    if not bool(scales.isfinite().all()):
+        raise UnusableWeights(
+            f"{name}: {_num_not_finite(weight):,} of {weight.numel():,} values are NaN or infinite (in float32); "
+            "take the weights of an earlier checkpoint"
+        )
+    return values, scales
+
+
+def quantize_by_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, scale_inv) as of `quantize_blockwise`, in torch; a block with NaN or an infinity has a scale that is not
+    finite, and values that mean nothing."""
     rows, cols = weight.shape
     values = torch.empty(rows, cols, dtype=FP8, device=weight.device)
     scales = torch.empty(scale_shape(rows, cols), dtype=torch.float32, device=weight.device)
     for piece, blocks in _row_pieces(rows, cols):
         tiles = _tiles(weight[piece].float())
         largest = tiles.abs().amax(dim=(1, 3))  # [block rows, block columns]; NaN if a value is
-        if not bool(largest.isfinite().all()):
-            raise UnusableWeights(
-                f"{name}: {_num_not_finite(weight):,} of {weight.numel():,} values are NaN or infinite (in float32); "
-                "take the weights of an earlier checkpoint"
-            )
         # By a tensor: CUDA divides by a number through its reciprocal, and would give other bits than the CPU.
-        scale = (largest / torch.full_like(largest, _LARGEST)).clamp(min=_SMALLEST_SCALE)
-        scale = torch.where(largest > 0, scale, 1.0)
+        scale = (largest / torch.full_like(largest, LARGEST)).clamp(min=SMALLEST_SCALE)
+        scale = torch.where(largest == 0, 1.0, scale)
         # The quotient of the largest value may round to a little above 448, and is rounded to 448 here.
         values[piece] = _flat(tiles / scale[:, None, :, None], values[piece].shape).to(FP8)
         scales[blocks] = scale

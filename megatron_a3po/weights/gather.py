@@ -74,6 +74,10 @@ class WeightCollector:
         self.plan: Plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes)
         refuse_different_digests(gather_json(self.plan.digest(), control))
         self._dtypes = {name: shard.dtype for name, shard in mine.shards.items()}
+        if self.device.type == "cuda" and any(spec.dtype == FP8 for spec in self.plan.tensors):
+            from megatron_a3po.hf.triton_quantize import check_kernel
+
+            check_kernel(self.device)
 
     def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype], is_fp8: Callable[[TensorSpec], bool]) -> PartSpec:
         hollow = {
