@@ -9,6 +9,7 @@ from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.model_checks import model_mistakes
 from megatron_a3po.config.precision_checks import precision_mistakes
 from megatron_a3po.config.schema import RunConfig
+from megatron_a3po.config.server_key import find_key_mistake
 
 __all__ = ["Mistake", "find_mistakes"]
 
@@ -19,8 +20,8 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
         *_device(config),
         *_servers(config),
         *_quarantine(config),
-        *data_mistakes(config),
         *_delta(config),
+        *data_mistakes(config),
         *_training(config),
         *_optimizer(config),
         *_checkpoints(config),
@@ -36,7 +37,7 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
             "rollout.servers",
             "local",
             "a run starts its own server only with `device: cpu`",
-            "start SGLang on other GPUs and give its address: `rollout.servers: [http://host:port]`",
+            "use `registered` and start servers on other GPUs with `tools/launch_rollout_servers.py`",
             ("device",),
         )
     if config.device == "cpu" and config.optimizer.offload:
@@ -58,21 +59,58 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _servers(config: RunConfig) -> Iterator[Mistake]:
-    if not isinstance(config.rollout.servers, list):
-        return
-    if not config.rollout.servers:
+    rollout = config.rollout
+    for argument in rollout.server_arguments:
+        name = argument.split("=")[0]  # what follows may be a key
+        if (remedy := _RESERVED_ARGUMENTS.get(name)) is not None:
+            yield Mistake("rollout.server_arguments", name, "not to be given here", remedy)
+    if rollout.servers != "registered" and rollout.num_servers > 1:
+        yield Mistake(
+            "rollout.num_servers",
+            rollout.num_servers,
+            "says for how many servers of `rollout.servers: registered` the run waits",
+            "set that, or remove this key",
+            ("rollout.servers",),
+        )
+    if rollout.key_file is not None and (mistake := find_key_mistake(rollout.key_file)) is not None:
+        yield mistake
+    if isinstance(rollout.servers, list):
+        yield from _urls(rollout.servers)
+
+
+_KEY_REMEDY = "everybody would see it; set `rollout.key_file` or A3PO_SERVER_KEY"
+_RANKS_REMEDY = "set `rollout.server_tensor_parallel`"
+_ADDRESS_REMEDY = "tools/launch_rollout_servers.py has --host, and chooses free ports"
+_RESERVED_ARGUMENTS = {
+    "--api-key": _KEY_REMEDY,
+    "--admin-api-key": _KEY_REMEDY,
+    "--tp": _RANKS_REMEDY,
+    "--tp-size": _RANKS_REMEDY,
+    "--tensor-parallel-size": _RANKS_REMEDY,
+    "--host": _ADDRESS_REMEDY,
+    "--port": _ADDRESS_REMEDY,
+    "--model": "set `model`",
+    "--model-path": "set `model`",
+    "--trust-remote-code": "programs in the folder of a model are never run; use a model of the README's list",
+}
+"""Of SGLang, with what to do instead"""
+
+
+def _urls(urls: list[str]) -> Iterator[Mistake]:
+    if not urls:
         yield Mistake("rollout.servers", [], "no server", "use `local` or at least one http://host:port")
-    for url in config.rollout.servers:
+    for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             yield Mistake("rollout.servers", url, "not a URL", "write http://host:port")
-    plain = [url.rstrip("/").lower() for url in config.rollout.servers]
+    plain = [url.rstrip("/").lower() for url in urls]
     for url in sorted({url for url in plain if plain.count(url) > 1}):
         yield Mistake("rollout.servers", url, "stands there twice", "name every server once")
 
 
 def _quarantine(config: RunConfig) -> Iterator[Mistake]:
-    number = 1 if config.rollout.servers == "local" else len(config.rollout.servers)
+    servers = config.rollout.servers
+    number = len(servers) if isinstance(servers, list) else config.rollout.num_servers
     least = config.publish.min_servers
     if least is not None and least > number:
         yield Mistake(
@@ -80,17 +118,38 @@ def _quarantine(config: RunConfig) -> Iterator[Mistake]:
             least,
             f"the run has {number} rollout server{'s' if number != 1 else ''}",
             f"use at most {number}, or remove this key",
-            ("rollout.servers",),
+            ("rollout.servers", "rollout.num_servers"),
         )
     flag = "--disable-radix-cache"
-    is_local = config.rollout.servers == "local"
-    if config.publish.pause_mode == "in_place" and is_local and flag not in config.rollout.server_arguments:
+    is_ours = isinstance(servers, str)
+    if config.publish.pause_mode == "in_place" and is_ours and flag not in config.rollout.server_arguments:
         yield Mistake(
             "publish.pause_mode",
             "in_place",
             "the server's radix cache would keep the keys and values of old weights",
             f"add {flag} to `rollout.server_arguments`, or use `retract`",
             ("rollout.server_arguments",),
+        )
+
+
+def _delta(config: RunConfig) -> Iterator[Mistake]:
+    publish = config.publish
+    if publish.delta_folder is None:
+        return
+    if publish.transport == "group" and not publish.fallback:
+        yield Mistake(
+            "publish.delta_folder",
+            str(publish.delta_folder),
+            "nothing is published through files",
+            "use `publish.transport: disk`, or remove this key",
+            ("publish.transport", "publish.fallback"),
+        )
+    if config.rollout.servers != "local" and not publish.delta_folder.is_absolute():
+        yield Mistake(
+            "publish.delta_folder",
+            str(publish.delta_folder),
+            "does not name the same folder on every machine",
+            "give the whole path, such as /dev/shm/policy",
         )
 
 
@@ -130,27 +189,6 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
             "use `recompute` or `loglinear`, or `actor.minibatches: 1`",
             ("actor.minibatches",),
         )
-
-def _delta(config: RunConfig) -> Iterator[Mistake]:
-    publish = config.publish
-    if publish.delta_folder is None:
-        return
-    if publish.transport == "group" and not publish.fallback:
-        yield Mistake(
-            "publish.delta_folder",
-            str(publish.delta_folder),
-            "nothing is published through files",
-            "use `publish.transport: disk`, or remove this key",
-            ("publish.transport", "publish.fallback"),
-        )
-    if config.rollout.servers != "local" and not publish.delta_folder.is_absolute():
-        yield Mistake(
-            "publish.delta_folder",
-            str(publish.delta_folder),
-            "does not name the same folder on every machine",
-            "give the whole path, such as /dev/shm/policy",
-        )
-
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Mistake]:

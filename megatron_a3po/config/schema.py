@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_a3po.config.data_schema import DataConfig, RewardConfig
+from megatron_a3po.config.data_schema import DataConfig, EvaluationConfig, RewardConfig
 from megatron_a3po.config.section import Positive, PositiveFloat, Section, Seed, Share
 
 ProximalMethod = Literal["loglinear", "recompute", "reuse_target", "behaviour", "linear"]
@@ -55,10 +55,18 @@ class AlgorithmConfig(Section):
 
 
 class RolloutConfig(Section):
-    servers: Literal["local"] | list[str] = "local"
-    """local: the run starts one SGLang server and ends it. Or the URLs of running servers."""
+    servers: Literal["local", "registered"] | list[str] = "local"
+    """local: the run starts one SGLang server and ends it. registered: those that tools/launch_rollout_servers.py has
+    started with this configuration. Or the URLs of running servers."""
+    num_servers: Positive = 1
+    """So many registered servers the run waits for at its start; it uses all that answer then."""
     server_arguments: list[str] = []
-    """More command-line arguments for a local SGLang server."""
+    """More command-line arguments for SGLang servers that the run or the launcher starts."""
+    server_tensor_parallel: Positive = 1
+    """Tensor-parallel ranks of such a server, each with a GPU of its own."""
+    key_file: Path | None = None
+    """File, for its owner only, with the key that servers ask for; null: it is in the environment variable
+    A3PO_SERVER_KEY, or there is none."""
     prompts_per_step: Positive = 32
     """Groups of one training batch."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -147,6 +155,9 @@ class PublishConfig(Section):
     """After a failure of the groups, publish through files; false: the run fails."""
     folder: Path | None = None
     """Where those files lie, on storage that the servers see under the same path; null: run_dir/published."""
+    delta_folder: Path | None = None
+    """Write to those files only what has changed, and have servers read this folder, which tools/apply_weight_delta.py
+    keeps on each of their machines; a local server's is kept by the run. null: files of whole models."""
     bucket_bytes: Positive = 512 * 1024 * 1024
     """Weights travel in flattened buckets of about this size; a rank that sends needs memory for two."""
     timeout_seconds: PositiveFloat = 120
@@ -155,9 +166,6 @@ class PublishConfig(Section):
     """What becomes of responses under way when weights are published. retract: they wait, and go on with their context
     computed anew. in_place: they go on with the old weights' keys and values; for servers without radix cache. abort:
     the servers return what there is of them, and the run has them continued."""
-    delta_folder: Path | None = None
-    """Write to those files only what has changed, and have servers read this folder, which tools/apply_weight_delta.py
-    keeps on each of their machines; a local server's is kept by the run. null: files of whole models."""
     min_servers: Positive | None = None
     """A server that fails is left out until it has received a whole version again; with fewer servers than this, the
     run ends. null: all of them are needed."""
@@ -190,14 +198,6 @@ class CheckpointConfig(Section):
         """Folders below `run_dir` in which the policy of this step is written."""
         is_due = self.export_every_steps > 0 and step % self.export_every_steps == 0
         return [f"exports/step_{step:08d}"] * is_due + ["model"] * (step == num_steps)
-
-
-class EvaluationConfig(Section):
-    every_steps: Annotated[int, Field(ge=0)] = 10
-    """Sample every held-out prompt each so many steps; 0: only before the first and after the last step."""
-
-    def is_due(self, step: int, num_steps: int) -> bool:
-        return step == num_steps or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
 class RunConfig(Section):

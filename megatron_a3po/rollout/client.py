@@ -1,9 +1,12 @@
 """One rollout server over HTTP."""
 
+import ipaddress
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
+from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout.protocol import GenerateResponse, ModelInfo, ServerInfo, parse_answer
 
@@ -12,19 +15,36 @@ class RequestRefused(RolloutError):
     """The server is well, and does not do what it was asked for (status 4xx)."""
 
 
+class KeyRefused(RolloutError):
+    """The server asks for another key than the run's (status 401 or 403)."""
+
+
 KEEP_ALIVE_SECONDS = 2.0
 """Below the server's own 5 s: a request on a connection that the server is closing would fail."""
+
+
+def is_loopback(url: str) -> bool:
+    """Whether no other machine reaches this address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class SGLangClient:
     """Calls of one SGLang server. Every failure is a RolloutError that holds the server's own words."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, timeout_seconds: float) -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, timeout_seconds: float, key: str | None = None
+    ) -> None:
+        """key: sent with every call."""
         self.url = url.rstrip("/")
         self.in_flight = 0
         """Requests under way, for balancing; counted by the pool, from its choice on."""
         self._session = session
         self._timeout_seconds = timeout_seconds
+        self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
         answer = await self.post("/generate", request)
@@ -39,16 +59,34 @@ class SGLangClient:
         return True
 
     async def is_answering(self) -> bool:
-        return await self.weight_version() is not None
+        """Raises KeyRefused."""
+        try:
+            await self._model_info()
+        except KeyRefused:
+            raise
+        except RolloutError:
+            return False
+        return True
+
+    async def problem(self) -> str | None:
+        """Why it gives no usable answer; None if it does."""
+        try:
+            await self._model_info()
+        except RolloutError as error:
+            return str(error)
+        return None
 
     async def weight_version(self) -> str | None:
         """The label of its weights; None without an answer. Also told while generation is paused, when `/health` may
         fail."""
         try:
-            answer = await self._call("GET", "/model_info", None, timeout_seconds=10.0)
-            return parse_answer(ModelInfo, answer, f"{self.url}/model_info").weight_version
+            return (await self._model_info()).weight_version
         except RolloutError:
             return None
+
+    async def _model_info(self) -> ModelInfo:
+        answer = await self._call("GET", "/model_info", None, timeout_seconds=10.0)
+        return parse_answer(ModelInfo, answer, f"{self.url}/model_info")
 
     async def server_info(self) -> ServerInfo:
         answer = await self._call("GET", "/server_info", None, timeout_seconds=30.0)
@@ -60,9 +98,17 @@ class SGLangClient:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+        request = self._session.request(
+            method, self.url + path, json=body, timeout=timeout, headers=self._headers, allow_redirects=False
+        )
         try:
-            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+            async with request as response:
                 text = await response.text()
+                if response.status in (401, 403):
+                    raise KeyRefused(
+                        f"{self.url}{path} answered {response.status}: it asks for another key; give the one that it "
+                        f"was started with, as `rollout.key_file` or in {KEY_VARIABLE}"
+                    )
                 if response.status != 200:
                     refused = 400 <= response.status < 500
                     error = RequestRefused if refused else RolloutError
@@ -71,6 +117,7 @@ class SGLangClient:
         except TimeoutError:
             raise RolloutError(f"{self.url}{path} gave no answer within {timeout_seconds:g} s") from None
         except aiohttp.ClientError as error:
-            raise RolloutServerDied(f"{self.url}{path}: connection lost ({error!r})") from None
+            # Not its repr: that of an answer which is no HTTP shows the headers of the request, and with them the key.
+            raise RolloutServerDied(f"{self.url}{path}: connection lost ({type(error).__name__}: {error})") from None
         except ValueError as error:
             raise RolloutError(f"{self.url}{path} answered what cannot be decoded: {error}") from None

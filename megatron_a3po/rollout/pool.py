@@ -29,6 +29,7 @@ class ServerPool:
         urls: list[str],
         *,
         timeout_seconds: float,
+        key: str | None = None,
         min_servers: int | None = None,
         pause_mode: str = "retract",
         find_dead: Callable[[], str | None] = lambda: None,
@@ -37,7 +38,7 @@ class ServerPool:
         # Created inside the loop: aiohttp binds the session to the loop that runs then.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector)
-        self.clients = [SGLangClient(url, self._session, timeout_seconds) for url in urls]
+        self.clients = [SGLangClient(url, self._session, timeout_seconds, key) for url in urls]
         self.states = ServerStates([Server(client) for client in self.clients], min_servers)
         self.pause_mode = pause_mode
         self.num_pauses = 0

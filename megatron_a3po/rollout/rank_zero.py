@@ -3,27 +3,32 @@
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from transformers import AutoTokenizer
 
 from megatron_a3po.config import RunConfig
+from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.data.buffer import StalenessBuffer
 from megatron_a3po.data.ledger import Ledger
 from megatron_a3po.data.rollout_state import RolloutState
 from megatron_a3po.errors import VersionError
+from megatron_a3po.rollout.adoption import adopt_weights
+from megatron_a3po.rollout.building import make_evaluator, make_sampler, pool_settings, shaping
+from megatron_a3po.rollout.client import is_loopback
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.discovery import find_servers
+from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.prompt_loading import load_prompts
-from megatron_a3po.rollout.reward_settings import pool_settings, shaping
+from megatron_a3po.rollout.registration import servers_folder
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.pool import RewardPool
-from megatron_a3po.rollout.sampler import Sampler
-from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.rollout.servers import LocalServer, server_arguments
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import Trajectory
 
@@ -41,23 +46,21 @@ class RankZeroRollouts:
         self.ledger = Ledger()
         self._stack = ExitStack()
         self._started = False
-        self._server_log: Path | None = None
+        self._server: LocalServer | None = None
         self._complete: Future[None] | None = None
 
     def __enter__(self) -> Self:
         config = self._config
-        urls, server = config.rollout.servers, None
-        if urls == "local":
-            self._server_log = config.run_dir / "logs" / "rollout_server.log"
-            server = self._stack.enter_context(
-                LocalServer(config.model, self._server_log, config.rollout.server_arguments)
-            )
-            urls = [server.url]
+        self._key = read_server_key(config.rollout.key_file)
+        if config.rollout.servers == "local":
+            log_file = config.run_dir / "logs" / "rollout_server.log"
+            server = LocalServer(config.model, log_file, server_arguments(config.rollout), key=self._key)
+            self._server = self._stack.enter_context(server)
         self._loop = EventLoopThread()
         self._stack.callback(self._loop.close)
-        self._loop.run(self._build(urls, server))
+        self._loop.run(self._start_rewards())
         # With a timeout: nothing that hangs may keep the run from ending.
-        self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
+        self._stack.callback(lambda: self._loop.run(self._reward_pool.close(), _CLOSE_SECONDS))
         return self
 
     def __exit__(
@@ -66,14 +69,23 @@ class RankZeroRollouts:
         self._stack.close()
 
     def connect(self, say: Callable[[str], None]) -> ServerControl:
-        urls = ", ".join(client.url for client in self._pool.clients)
-        say(f"waiting for the rollout server at {urls}" + (f", log {self._server_log}" if self._server_log else ""))
+        urls = self._loop.run(self._find_servers(say))
+        self._loop.run(self._build(urls))
+        self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
+        log = f", log {self._server.log_file}" if self._server is not None else ""
+        say(f"waiting for the rollout server{'s' * (len(urls) > 1)} at {', '.join(urls)}{log}")
         ready = self._loop.submit(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
         while not wait([ready], timeout=_HEARTBEAT_SECONDS).done:
             say("still waiting for the rollout server")
         ready.result()
         say("the rollout server is ready")
         self._loop.run(self._reward_pool.raise_if_failed())
+        if self._key is None and (open_urls := [url for url in urls if not is_loopback(url)]):
+            logger.warning(
+                "without a key, everybody who reaches %s can read and replace the weights; start servers with "
+                "tools/launch_rollout_servers.py, and with a key",
+                ", ".join(open_urls),
+            )
         for server in self._pool.states.members:
             if server.info is not None and not server.info.enable_priority_scheduling:
                 logger.warning(
@@ -105,36 +117,53 @@ class RankZeroRollouts:
         self._complete = None
         return self._loop.run(self._collector.take_batch())
 
-    def sample_held_out(self, num_prompts: int, max_new_tokens: int | None = None) -> list[Trajectory]:
-        """Whole responses are rewarded; those of `max_new_tokens` are for something else, and have NaN instead."""
-        return self._loop.run(self._collector.or_failure(self._sample_held_out(num_prompts, max_new_tokens)))
-
-    async def _sample_held_out(self, num_prompts: int, max_new_tokens: int | None) -> list[Trajectory]:
-        responses = await self._sampler.sample_each(self._prompts.held_out[:num_prompts], max_new_tokens)
-        if max_new_tokens is None:
-            return await self._rewarder.score_each(responses)
+    def sample_fresh(self, num_prompts: int, max_new_tokens: int) -> list[Trajectory]:
+        """Responses by the present version to the first held-out prompts, without rewards."""
+        sampling = replace(self._sampler.sampling, num_samples=1, max_new_tokens=max_new_tokens)
+        sampled = self._sampler.sample_each(self._prompts.held_out[:num_prompts], sampling)
+        responses = self._loop.run(self._collector.or_failure(sampled))
         return [trajectory for item in responses for trajectory in item.trajectories]
 
-    async def _build(self, urls: list[str], server: LocalServer | None) -> None:
-        config, rollout = self._config, self._config.rollout
+    def evaluate(self, name: str) -> list[DatasetResult]:
+        work = self._evaluator.evaluate(name)
+        return self._loop.run(self._collector.or_failure(work) if self._started else work)
+
+    def adopt_weights(self) -> int:
+        """Instead of publications, for evaluations alone: see `adoption.adopt_weights`."""
+        return self._loop.run(adopt_weights(self._pool))
+
+    async def _start_rewards(self) -> None:
         # First, since its worker imports the reward function while everything else starts.
-        self._reward_pool = RewardPool(pool_settings(config))
+        self._reward_pool = RewardPool(pool_settings(self._config))
         self._reward_pool.start()
+
+    async def _find_servers(self, say: Callable[[str], None]) -> list[str]:
+        if self._server is not None:
+            return [self._server.url]
+        rollout = self._config.rollout
+        if rollout.servers != "registered":
+            return list(rollout.servers)
+        return await find_servers(
+            servers_folder(self._config.run_dir),
+            rollout.num_servers,
+            key=self._key,
+            timeout_seconds=rollout.start_timeout_seconds,
+            say=say,
+        )
+
+    async def _build(self, urls: list[str]) -> None:
+        config, rollout = self._config, self._config.rollout
         self._rewarder = Rewarder(self._reward_pool, shaping(config), max_failed_share=config.reward.max_failed_share)
         self._pool = ServerPool(
             urls,
             timeout_seconds=rollout.request_timeout_seconds,
+            key=self._key,
             min_servers=config.publish.min_servers,
             pause_mode=config.publish.pause_mode,
-            find_dead=server.describe_death if server is not None else lambda: None,
+            find_dead=self._server.describe_death if self._server is not None else lambda: None,
         )
-        self._sampler = Sampler(
-            self._pool,
-            self._tokenizer,
-            group_size=rollout.group_size,
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-        )
+        self._sampler = make_sampler(config, self._pool, self._tokenizer)
+        self._evaluator = make_evaluator(config, self._prompts, self._sampler, self._rewarder)
         self._buffer = StalenessBuffer(
             groups_per_batch=rollout.prompts_per_step,
             max_staleness=config.max_staleness,
@@ -171,5 +200,4 @@ class RankZeroRollouts:
     async def _close(self) -> None:
         await self._collector.stop()
         self.ledger.drop_open("run_ended")
-        await self._reward_pool.close()
         await self._pool.close()

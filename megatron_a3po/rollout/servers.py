@@ -1,4 +1,4 @@
-"""A rollout server that belongs to the run: started with it, watched by it, ended with it."""
+"""A rollout server of this machine: ended with the run or the launcher that has started it."""
 
 import os
 import signal
@@ -14,7 +14,9 @@ from typing import Self
 
 import psutil
 
+from megatron_a3po.config import RolloutConfig
 from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.cpu import rollout_server
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
@@ -22,20 +24,25 @@ _END_SECONDS = 10.0
 """A killed process may need so long, for example to give back memory."""
 
 
-def _sglang_command(model: Path, port: int, arguments: Sequence[str]) -> list[str]:
+def server_arguments(rollout: RolloutConfig) -> list[str]:
+    """SGLang's, as the configuration asks for them."""
+    return ["--tp-size", str(rollout.server_tensor_parallel), *rollout.server_arguments]
+
+
+def _sglang_command(server: "LocalServer") -> list[str]:
     return [
-        *(sys.executable, "-m", "sglang.launch_server"),
-        *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *(sys.executable, "-m", "megatron_a3po.rollout.serve"),
+        *("--model-path", str(server.model), "--host", server.host, "--port", str(server.port)),
         # It need not find weights there: all of them are published before the first response.
-        *(("--load-format", "dummy") if has_megatron_weights(model) else ()),
+        *(("--load-format", "dummy") if has_megatron_weights(server.model) else ()),
         "--enable-priority-scheduling",
-        *rollout_server.server_arguments(),
-        *arguments,
+        *(rollout_server.server_arguments() if server.gpus is None else ()),
+        *server.arguments,
     ]
 
 
 class LocalServer:
-    """One SGLang process tree on this machine, without a GPU. Use as a context manager."""
+    """One SGLang process tree on this machine. Use as a context manager."""
 
     def __init__(
         self,
@@ -43,31 +50,33 @@ class LocalServer:
         log_file: Path,
         arguments: Sequence[str] = (),
         *,
-        make_command: Callable[[Path, int, Sequence[str]], list[str]] = _sglang_command,
+        gpus: Sequence[str] | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        key: str | None = None,
+        make_command: Callable[["LocalServer"], list[str]] = _sglang_command,
     ) -> None:
-        self.log_file = log_file
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = make_command(model, port, arguments)
+        """gpus: as CUDA_VISIBLE_DEVICES names them; None: on the CPU. port: None: a free one. key: that it asks for."""
+        self.model, self.log_file, self.arguments = model, log_file, arguments
+        self.gpus = gpus
+        self.host = host
+        self.port = free_port(host) if port is None else port
+        self.url = f"http://{host}:{self.port}"
+        self._key = key
+        self._make_command = make_command
         self._process: subprocess.Popen[bytes] | None = None
         # SGLang's sockets and scratch files. The path is short: a socket's may have 107 characters.
         self._temporary = tempfile.TemporaryDirectory(prefix="rollout-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
-        environment = os.environ | rollout_server.server_environment(
-            tensor_parallel=1, python_path=os.environ.get("PYTHONPATH", "")
-        )
-        environment["TMPDIR"] = self._temporary.name
-        for name in rollout_server.UNSET_VARIABLES:
-            environment.pop(name, None)
         with self.log_file.open("ab") as log:
             # A session of its own: Ctrl-C reaches the run, which ends the server in its own order.
             self._process = subprocess.Popen(
-                self._command,
+                self._make_command(self),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self._environment(),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
@@ -101,6 +110,20 @@ class LocalServer:
             return None
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         return f"the rollout server (process {self.process_id}) {how}; its log is {self.log_file}"
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        if self.gpus is None:
+            python_path = environment.get("PYTHONPATH", "")
+            environment |= rollout_server.server_environment(tensor_parallel=1, python_path=python_path)
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        for name in (*rollout_server.UNSET_VARIABLES, KEY_VARIABLE):
+            environment.pop(name, None)
+        if self._key is not None:
+            environment[KEY_VARIABLE] = self._key
+        environment["TMPDIR"] = self._temporary.name
+        return environment
 
 
 def _group(group: int) -> list[psutil.Process]:

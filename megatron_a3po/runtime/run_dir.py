@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 MAY_CHANGE = (
     *("run_dir", "resume", "device", "num_steps", "parallel.*", "checkpoint.*", "evaluation.*", "publish.*"),
     *("actor.microbatch_tokens", "actor.oversized", "actor.output_layer", "actor.activation_recompute"),
-    *("actor.collective_timeout_seconds", "rollout.servers", "rollout.server_arguments", "rollout.*timeout*"),
+    *("actor.collective_timeout_seconds", "rollout.*server*", "rollout.key_file", "rollout.*timeout*"),
     *("rollout.max_concurrent_groups", "reward.timeout_seconds", "reward.max_workers", "reward.worker_memory_bytes"),
     "reward.max_failed_share",
 )

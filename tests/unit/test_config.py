@@ -196,7 +196,7 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "words"),
     [
-        (["device=cuda"], "", "rollout.servers", "start SGLang on other GPUs"),
+        (["device=cuda"], "", "rollout.servers", "use `registered` and start servers on other GPUs"),
         (["rollout.servers=[]"], "", "rollout.servers", "at least one http://host:port"),
         (["rollout.servers=['host:30000']"], "", "rollout.servers", "not a URL; write http://host:port"),
         (

@@ -1,17 +1,19 @@
 """A local server's processes: none outlives the run. The command is a harmless one instead of SGLang."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_a3po.rollout import servers as servers_module
 from megatron_a3po.rollout.servers import LocalServer
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +30,8 @@ time.sleep(60)
 
 
 def make_server(tmp_path: Path, program: str, *arguments: str) -> LocalServer:
-    def command(model: Path, port: int, _: Sequence[str]) -> list[str]:
-        return [sys.executable, "-c", program, *arguments]
-
-    return LocalServer(tmp_path / "model", tmp_path / "server.log", make_command=command)
+    command = [sys.executable, "-c", program, *arguments]
+    return LocalServer(tmp_path / "model", tmp_path / "server.log", make_command=lambda _: command)
 
 
 def wait_until(condition: Callable[[], bool], timeout_seconds: float = 10.0) -> None:
@@ -118,7 +118,7 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
         from pathlib import Path
         from megatron_a3po.rollout.servers import LocalServer
 
-        def command(model, port, arguments):
+        def command(server):
             return [sys.executable, "-c", "import time; time.sleep(60)"]
 
         with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r}), make_command=command) as server:
@@ -153,7 +153,7 @@ def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ids = Path({str(tmp_path / "ids")!r})
 
-        def command(model, port, arguments):
+        def command(server):
             return [sys.executable, "-c", {STUBBORN!r}, str(ids)]
 
         with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r}), make_command=command):
@@ -165,3 +165,74 @@ def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path
     subprocess.run([sys.executable, "-c", run], env=environment, timeout=20.0, check=True)
 
     assert not any(is_running(id) for id in written_ids(tmp_path / "ids"))
+
+
+# Writes down what it was started with.
+WITNESS = """
+import json, os, sys
+with open(sys.argv[1] + ".part", "w") as file:
+    json.dump({"arguments": sys.argv[2:], "environment": dict(os.environ)}, file)
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+"""
+
+
+def start_of(
+    tmp_path: Path, gpus: list[str] | None, *arguments: str, key: str | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """SGLang's arguments and environment."""
+    file = tmp_path / "start"
+
+    def witness(server: LocalServer) -> list[str]:
+        return [sys.executable, "-c", WITNESS, str(file), *servers_module._sglang_command(server)]
+
+    log = tmp_path / "server.log"
+    with LocalServer(
+        tmp_path / "model", log, arguments, gpus=gpus, host="127.0.0.2", port=31234, key=key, make_command=witness
+    ) as server:
+        assert server.url == "http://127.0.0.2:31234"
+        wait_until(file.exists)
+    start = json.loads(file.read_text())
+    return start["arguments"], start["environment"]
+
+
+def test_on_gpus_a_server_sees_its_own_and_nothing_of_the_cpus_stand_ins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    command, environment = start_of(tmp_path, ["4", "5"], "--tp-size", "2")
+
+    assert command == [
+        *(sys.executable, "-m", "megatron_a3po.rollout.serve", "--model-path", str(tmp_path / "model")),
+        *("--host", "127.0.0.2", "--port", "31234", "--enable-priority-scheduling", "--tp-size", "2"),
+    ]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert not any(name in environment for name in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH"))
+
+
+def test_on_the_cpu_a_server_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    command, environment = start_of(tmp_path, None)
+
+    assert command[command.index("--device") + 1] == "cpu"
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["SGLANG_USE_CPU_ENGINE"]) == ("", "1")
+
+
+def test_the_key_is_in_the_environment_of_a_server_that_asks_for_it_and_on_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, environment = start_of(tmp_path, None, key="5ec2e7")
+    assert environment["A3PO_SERVER_KEY"] == "5ec2e7"
+    assert "5ec2e7" not in " ".join(command)
+
+    monkeypatch.setenv("A3PO_SERVER_KEY", "5ec2e7")
+    (tmp_path / "start").unlink()
+    assert "A3PO_SERVER_KEY" not in start_of(tmp_path, None)[1]
+
+
+def test_a_megatron_folder_is_served_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--load-format" not in start_of(tmp_path, None)[0]
+    (tmp_path / "start").unlink()
+    monkeypatch.setattr(servers_module, "has_megatron_weights", lambda folder: folder == tmp_path / "model")
+    command, _ = start_of(tmp_path, None)
+    assert command[command.index("--load-format") + 1] == "dummy"

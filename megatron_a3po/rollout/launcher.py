@@ -1,0 +1,194 @@
+"""Rollout servers of one machine for a run that is elsewhere: started, registered, started again when they end."""
+
+import http.client
+import ipaddress
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Self
+
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.server_key import KEY_VARIABLE
+from megatron_a3po.errors import ConfigError, RolloutError
+from megatron_a3po.rollout.registration import Registration, deregister, register, servers_folder
+from megatron_a3po.rollout.servers import LocalServer, server_arguments
+from megatron_a3po.runtime.processes import free_port
+from megatron_a3po.runtime.run_dir import make_log_folder
+
+MAX_RESTARTS = 3
+RESTART_WINDOW_SECONDS = 1800.0
+"""A server that ends more often within such a time is given up."""
+_LOOK_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
+
+type MakeServer = Callable[[int | None], LocalServer]
+"""A server at a port; None: at a free one"""
+
+
+def check_host(host: str, key: str | None) -> None:
+    """Raises ConfigError when servers cannot be bound to it, or must not without a key."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET)
+        addresses = [ipaddress.ip_address(str(entry[4][0])) for entry in found]
+        with socket.create_server((host, 0)):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--host {host}: no IPv4 address or name of this machine ({error})") from None
+    if any(address.is_unspecified for address in addresses):
+        raise ConfigError(f"--host {host}: give the one address of this machine at which the trainer finds the servers")
+    if key is None and not all(address.is_loopback for address in addresses):
+        raise ConfigError(
+            f"--host {host}: without a key, everybody who reaches this address could read and replace the weights; "
+            f"make one with `openssl rand -hex 32`, and give it to the launcher and the run, in {KEY_VARIABLE} or in a "
+            "file (mode 0600) as `rollout.key_file`"
+        )
+
+
+def share_gpus(gpus: Sequence[str], per_server: int) -> list[Sequence[str]]:
+    """The GPUs of each server. Raises ConfigError where they do not divide."""
+    if not gpus or len(gpus) % per_server:
+        raise ConfigError(
+            f"{len(gpus)} GPUs{f' ({",".join(gpus)})' if gpus else ''} do not make servers of "
+            f"rollout.server_tensor_parallel = {per_server}; give a multiple of {per_server} as --gpus"
+        )
+    return [gpus[start : start + per_server] for start in range(0, len(gpus), per_server)]
+
+
+def server_maker(config: RunConfig, *, gpus: Sequence[str] | None, host: str, key: str | None) -> MakeServer:
+    """gpus: None: on the CPU. Raises ConfigError where the folder of the run cannot be made."""
+    logs, arguments = make_log_folder(config.run_dir), server_arguments(config.rollout)
+
+    def make(port: int | None) -> LocalServer:
+        port = free_port(host) if port is None else port
+        log_file = logs / f"rollout_server_{host}_{port}.log"
+        return LocalServer(config.model, log_file, arguments, gpus=gpus, host=host, port=port, key=key)
+
+    return make
+
+
+class KeptServer:
+    """A server that is registered while it runs and started again when it has ended. A context manager."""
+
+    def __init__(
+        self, make_server: MakeServer, config: RunConfig, *, key: str | None, say: Callable[[str], None]
+    ) -> None:
+        self.is_given_up = False
+        self._make_server, self._config, self._key, self._say = make_server, config, key, say
+        self._folder = servers_folder(config.run_dir)
+        self._is_registered = False
+        self._restarts: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._start(None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.is_given_up:
+            self._stop()
+
+    def look(self) -> None:
+        """Do what is due: register the server when it is ready, start it again when it has ended."""
+        if self.is_given_up:
+            return
+        server = self._server
+        problem = server.describe_death()
+        if problem is None and not self._is_registered:
+            if self._is_ready(server):
+                self._register(server)
+            elif time.monotonic() > self._deadline:
+                seconds = self._config.rollout.start_timeout_seconds
+                problem = (
+                    f"the rollout server at {server.url} is not ready within rollout.start_timeout_seconds = "
+                    f"{seconds:g}; its log is {server.log_file}"
+                )
+        if problem is not None:
+            self._restart(server, problem)
+
+    def _start(self, port: int | None) -> None:
+        self._server = self._make_server(port).__enter__()
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._deadline = time.monotonic() + self._config.rollout.start_timeout_seconds
+        self._say(f"starting a rollout server at {self._server.url}, log {self._server.log_file}")
+
+    def _stop(self) -> None:
+        deregister(self._folder, self._server.url)
+        self._is_registered = False
+        self._server.__exit__(None, None, None)
+
+    def _restart(self, server: LocalServer, problem: str) -> None:
+        self._stop()
+        now = time.monotonic()
+        self._restarts = [moment for moment in self._restarts if now - moment < RESTART_WINDOW_SECONDS]
+        if len(self._restarts) == MAX_RESTARTS:
+            self.is_given_up = True
+            self._say(f"{problem}; it is given up after {MAX_RESTARTS} restarts within {RESTART_WINDOW_SECONDS:g} s")
+            return
+        self._restarts.append(now)
+        self._say(f"{problem}; it is started again")
+        self._start(server.port if _is_free(server.host, server.port) else None)
+
+    def _register(self, server: LocalServer) -> None:
+        registration = Registration(
+            url=server.url,
+            model=str(server.model),
+            tensor_parallel=self._config.rollout.server_tensor_parallel,
+            host=socket.gethostname(),
+            process_id=server.process_id,
+            started_at=self._started_at,
+        )
+        register(self._folder, registration)
+        self._is_registered = True
+        where = "the CPU" if server.gpus is None else f"GPU {','.join(server.gpus)}"
+        self._say(f"the rollout server at {server.url} is ready: {server.model}, on {where}")
+
+    def _is_ready(self, server: LocalServer) -> bool:
+        if _status(f"{server.url}/ready") != 200:
+            return False
+        if self._key is not None and _status(f"{server.url}/model_info") == 200:
+            raise RolloutError(
+                f"{server.url} answers without the key; remove from rollout.server_arguments what makes it do so"
+            )
+        return True
+
+
+def keep_running(servers: Sequence[KeptServer], stop: threading.Event) -> bool:
+    """Until `stop` is set: True; or until every server is given up: False. At the end none runs or is registered.
+
+    To be called in the main thread: a server ends when the thread that started it does.
+    """
+    with ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(server)
+        while not stop.wait(_LOOK_SECONDS):
+            for server in servers:
+                server.look()
+            if all(server.is_given_up for server in servers):
+                return False
+    return True
+
+
+def _is_free(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_server((host, port)):
+        return True
+    return False
+
+
+def _status(url: str) -> int:
+    """Of a GET without the key; 0 without an answer."""
+    # Without the proxies of the environment, which know nothing of this machine's servers.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_ANSWER_SECONDS) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, http.client.HTTPException):
+        return 0

@@ -1,0 +1,73 @@
+"""Where rollout servers say that they are there: one small file per server in `run_dir/servers`, on shared storage."""
+
+import socket
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.logging import logger
+
+
+class Registration(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    url: str
+    model: str
+    tensor_parallel: int
+    host: str
+    """As the machine calls itself"""
+    process_id: int
+    """Of the server, on that machine"""
+    started_at: str
+    """ISO 8601, UTC"""
+
+
+def servers_folder(run_dir: Path) -> Path:
+    return run_dir / "servers"
+
+
+def register(folder: Path, registration: Registration) -> None:
+    """Takes the place of an earlier registration of the same URL."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_durably(_file(folder, registration.url), registration.model_dump_json(indent=2) + "\n")
+
+
+def deregister(folder: Path, url: str) -> None:
+    _file(folder, url).unlink(missing_ok=True)
+
+
+def read_registrations(folder: Path) -> list[Registration]:
+    """Those of the folder, in order of their URLs; a file that is none is reported and left out."""
+    found = []
+    for file in folder.glob("*.json"):
+        with suppress(FileNotFoundError):  # taken back meanwhile
+            try:
+                found.append(Registration.model_validate_json(file.read_bytes()))
+            except ValidationError as error:
+                logger.warning("%s is no registration of a rollout server; remove it: %s", file, error)
+    return sorted(found, key=lambda registration: registration.url)
+
+
+def remove_ended(folder: Path) -> list[str]:
+    """Take back what servers of this machine have left that were killed together with their launcher; their URLs."""
+    host = socket.gethostname()
+    ended = [item.url for item in read_registrations(folder) if item.host == host and not _is_running(item.process_id)]
+    for url in ended:
+        deregister(folder, url)
+    return ended
+
+
+def _file(folder: Path, url: str) -> Path:
+    parts = urlsplit(url)
+    return folder / f"{parts.hostname}_{parts.port}.json"
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

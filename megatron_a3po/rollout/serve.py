@@ -1,0 +1,42 @@
+"""`python -m sglang.launch_server`, with the key that it asks for from the environment.
+
+On a command line the key would be seen by everybody, and SGLang 0.5.23 writes it into its log and its /server_info.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from sglang.launch_server import run_server
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.watermarking import core as redaction
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils.common import build_server_info
+
+from megatron_a3po.config.server_key import KEY_VARIABLE
+
+
+def main(arguments: Sequence[str]) -> None:
+    key = os.environ.pop(KEY_VARIABLE, None)  # the processes of the server inherit the rest
+    load_plugins()
+    server_args = prepare_server_args(list(arguments))
+    if key is not None:
+        _protect(server_args, key)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _protect(server_args: ServerArgs, key: str) -> None:
+    """Have all endpoints but those of health ask for the key, and SGLang hide it as it hides keys of watermarks."""
+    server_args.api_key = key
+    redaction.WATERMARK_SECRET_FIELD_NAMES |= {"api_key"}
+    server_args.resolve_once()
+    if key in str(redaction.redact_watermark_secrets(build_server_info(server_args, {}))):
+        raise SystemExit("this version of SGLang would show the key of the server in its log; use SGLang 0.5.23")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

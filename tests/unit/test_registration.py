@@ -1,0 +1,120 @@
+"""How a run finds the servers that launchers have started elsewhere."""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.discovery import find_servers
+from megatron_a3po.rollout.registration import Registration, deregister, read_registrations, register, remove_ended
+from tests.unit.scripted_server import ScriptedServer
+from tests.unit.test_server_key import KEY, asks_for_key
+
+
+def registration(url: str, *, host: str = "node7", process_id: int = 12) -> Registration:
+    return Registration(
+        url=url,
+        model="models/x",
+        tensor_parallel=2,
+        host=host,
+        process_id=process_id,
+        started_at="2026-01-02T03:04:05+00:00",
+    )
+
+
+async def find(folder: Path, number: int, *, key: str | None = None, timeout_seconds: float = 30.0) -> list[str]:
+    return await find_servers(folder, number, key=key, timeout_seconds=timeout_seconds, say=lambda _: None)
+
+
+def test_what_is_registered_is_read_until_it_is_taken_back(tmp_path: Path) -> None:
+    folder = tmp_path / "servers"
+    first, second = registration("http://10.0.0.7:31000"), registration("http://10.0.0.7:31001")
+
+    assert read_registrations(folder) == []
+    register(folder, second)
+    register(folder, first)
+    assert read_registrations(folder) == [first, second]
+    register(folder, first.model_copy(update={"process_id": 13}))
+    assert [item.process_id for item in read_registrations(folder)] == [13, 12]
+    deregister(folder, first.url)
+    deregister(folder, first.url)
+    assert read_registrations(folder) == [second]
+    assert [file.name for file in folder.iterdir()] == ["10.0.0.7_31001.json"]
+
+
+def test_files_that_are_no_registrations_are_reported_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(tmp_path, registration("http://a:1"))
+    (tmp_path / "torn.json").write_text('{"url": "http://b:2", "mod')
+    (tmp_path / ".c_3.json.unfinished").write_text("{}")
+
+    with caplog.at_level(logging.WARNING):
+        assert [item.url for item in read_registrations(tmp_path)] == ["http://a:1"]
+    assert [record.getMessage().split(" is ")[0] for record in caplog.records] == [str(tmp_path / "torn.json")]
+
+
+def test_only_ended_servers_of_this_machine_are_removed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    here = socket.gethostname()
+    register(tmp_path, registration("http://ended:1", host=here, process_id=ended.pid))
+    register(tmp_path, registration("http://running:2", host=here, process_id=os.getpid()))
+    register(tmp_path, registration("http://elsewhere:3", host=here + "-2", process_id=ended.pid))
+
+    assert remove_ended(tmp_path) == ["http://ended:1"]
+    assert [item.url for item in read_registrations(tmp_path)] == ["http://elsewhere:3", "http://running:2"]
+
+
+async def test_the_run_waits_until_enough_registered_servers_answer(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with ScriptedServer() as first, ScriptedServer() as second:
+        register(tmp_path, registration(first.url))
+        register(tmp_path, registration("http://127.0.0.1:1"))  # its launcher was killed
+        waiting = asyncio.create_task(find_servers(tmp_path, 2, key=None, timeout_seconds=30.0, say=said.append))
+        while not said:
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        register(tmp_path, registration(second.url))
+
+        assert sorted(await waiting) == sorted([first.url, second.url])
+    assert said[0].startswith(f"waiting for rollout servers that register in {tmp_path}: 1 of 2 answer\n")
+    assert "http://127.0.0.1:1 (process 12 on node7, since 2026-01-02T03:04:05+00:00): " in said[0]
+
+
+async def test_all_that_answer_are_used_also_more_than_were_asked_for(tmp_path: Path) -> None:
+    async with ScriptedServer() as first, ScriptedServer() as second:
+        register(tmp_path, registration(first.url))
+        register(tmp_path, registration(second.url))
+        assert sorted(await find(tmp_path, 1)) == sorted([first.url, second.url])
+
+
+async def test_servers_are_asked_with_the_key(tmp_path: Path) -> None:
+    async with ScriptedServer() as server:
+        asks_for_key(server, "/model_info")
+        register(tmp_path, registration(server.url))
+
+        assert await find(tmp_path, 1, key=KEY) == [server.url]
+        with pytest.raises(RolloutError, match="it asks for another key"):
+            await find(tmp_path, 1, key="wrong", timeout_seconds=0.0)
+
+
+async def test_after_the_timeout_it_is_said_what_is_missing(tmp_path: Path) -> None:
+    async with ScriptedServer() as server:
+        register(tmp_path, registration(server.url))
+        register(tmp_path, registration("http://127.0.0.1:1"))
+        with pytest.raises(RolloutError) as error:
+            await find(tmp_path, 3, timeout_seconds=0.0)
+
+    lines = str(error.value).split("\n")
+    assert lines[0] == (
+        f"1 of rollout.num_servers = 3 servers that are registered in {tmp_path} answered within 0 s; start more by "
+        "tools/launch_rollout_servers.py with the configuration of this run, or raise rollout.start_timeout_seconds"
+    )
+    assert len(lines) == 2 and lines[1].startswith("  http://127.0.0.1:1 (process 12 on node7, since ")

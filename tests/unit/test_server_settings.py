@@ -1,0 +1,92 @@
+"""What a configuration may say of rollout servers."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_a3po.config import DataConfig, PublishConfig, RolloutConfig, RunConfig, to_yaml
+from megatron_a3po.config.checks import find_mistakes
+from megatron_a3po.rollout.servers import server_arguments
+from tests.unit.test_server_key import KEY, write_key
+
+
+def config_of(publish: PublishConfig | None = None, **rollout: object) -> RunConfig:
+    return RunConfig(
+        model=Path("nowhere"),
+        run_dir=Path("runs/x"),
+        num_steps=1,
+        device="cpu",
+        data=DataConfig(task="spell_backward"),
+        rollout=RolloutConfig.model_validate(rollout),
+        publish=publish or PublishConfig(),
+    )
+
+
+def mistakes(config: RunConfig) -> list[str]:
+    keys = ("rollout.server", "rollout.num", "rollout.key", "publish.")
+    return [str(mistake) for mistake in find_mistakes(config, None) if mistake.key.startswith(keys)]
+
+
+def test_registered_servers_are_for_every_device() -> None:
+    config = config_of(servers="registered", num_servers=2, server_tensor_parallel=2)
+
+    assert mistakes(config) == []
+    assert mistakes(config.model_copy(update={"device": "cuda"})) == []
+
+
+def test_servers_that_the_run_does_not_look_for_need_no_number() -> None:
+    (mistake,) = mistakes(config_of(servers=["http://a:1"], num_servers=2))
+
+    assert mistake.startswith("rollout.num_servers = 2: says for how many servers of `rollout.servers: registered`")
+
+
+def test_no_more_servers_can_be_needed_than_the_run_waits_for() -> None:
+    publish = PublishConfig(min_servers=3)
+
+    assert mistakes(config_of(publish, servers="registered", num_servers=3)) == []
+    (mistake,) = mistakes(config_of(publish, servers="registered", num_servers=2))
+    assert mistake.startswith("publish.min_servers = 3: the run has 2 rollout servers")
+
+
+def test_in_place_registered_servers_must_be_started_without_radix_cache() -> None:
+    publish = PublishConfig(pause_mode="in_place")
+
+    (mistake,) = mistakes(config_of(publish, servers="registered"))
+    assert "add --disable-radix-cache to `rollout.server_arguments`" in mistake
+    assert mistakes(config_of(publish, servers="registered", server_arguments=["--disable-radix-cache"])) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["--api-key", KEY], "everybody would see it; set `rollout.key_file` or A3PO_SERVER_KEY"),
+        ([f"--admin-api-key={KEY}"], "everybody would see it; set `rollout.key_file` or A3PO_SERVER_KEY"),
+        (["--tp", "2"], "set `rollout.server_tensor_parallel`"),
+        (["--tensor-parallel-size=2"], "set `rollout.server_tensor_parallel`"),
+        (["--host", "0.0.0.0"], "--host"),
+        (["--port=30000"], "chooses free ports"),
+        (["--model-path", "other"], "set `model`"),
+        (["--trust-remote-code"], "programs in the folder of a model are never run"),
+    ],
+)
+def test_what_the_run_decides_itself_is_no_argument_of_its_servers(arguments: list[str], remedy: str) -> None:
+    (mistake,) = mistakes(config_of(server_arguments=arguments))
+
+    assert mistake.startswith("rollout.server_arguments = ") and remedy in mistake
+    assert KEY not in mistake
+
+
+def test_ranks_of_a_server_are_arguments_before_those_of_the_user() -> None:
+    rollout = RolloutConfig(server_tensor_parallel=2, server_arguments=["--max-running-requests", "64"])
+
+    assert server_arguments(rollout) == ["--tp-size", "2", "--max-running-requests", "64"]
+
+
+def test_a_key_file_that_others_may_read_is_a_mistake_and_no_key_is_ever_written_down(tmp_path: Path) -> None:
+    config = config_of(servers="registered", key_file=write_key(tmp_path))
+
+    assert mistakes(config) == []
+    assert KEY not in to_yaml(config) and str(tmp_path / "key") in to_yaml(config)
+    (tmp_path / "key").chmod(0o644)
+    (mistake,) = mistakes(config)
+    assert "others may read it (mode 0644)" in mistake and KEY not in mistake

@@ -1,0 +1,89 @@
+"""Start SGLang servers on this machine for a run with `rollout.servers: registered`, and keep them running.
+
+    python tools/launch_rollout_servers.py --config my.yaml --host 10.0.0.7 [--gpus 4,5,6,7] [key=value ...]
+
+Give the configuration of the run, whose `run_dir` must be on storage that both machines see: there the servers register
+when they are ready, one per `rollout.server_tensor_parallel` GPUs. One that ends is started again. SIGTERM or Ctrl-C
+ends them all. An address that other machines reach needs a key, in A3PO_SERVER_KEY or `rollout.key_file`.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+from megatron_a3po.config import RunConfig, load_config
+from megatron_a3po.config.server_key import read_server_key
+from megatron_a3po.errors import A3poError, ConfigError
+from megatron_a3po.rollout.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
+from megatron_a3po.rollout.registration import remove_ended, servers_folder
+
+
+def main() -> int:
+    parsed = _parser().parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        return 0 if keep_running(_servers(parsed), stop) else 1
+    except A3poError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of this machine to bind, at which the trainer finds the servers"
+    )
+    parser.add_argument("--gpus", metavar="LIST", help="for example 4,5,6,7; default: all that are visible")
+    parser.add_argument("--number", type=int, help="how many servers, with `device: cpu`; default: 1")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
+    return parser
+
+
+def _servers(parsed: argparse.Namespace) -> list[KeptServer]:
+    config = load_config(parsed.config, parsed.overrides, {})
+    if config.rollout.servers != "registered":
+        raise ConfigError(
+            f"rollout.servers = {config.rollout.servers!r}: the run would not look for these servers; set `registered`"
+        )
+    key = read_server_key(config.rollout.key_file)
+    check_host(parsed.host, key)
+    for url in remove_ended(servers_folder(config.run_dir)):
+        _say(f"{url} was still registered, and had ended together with its launcher")
+    makers = [server_maker(config, gpus=gpus, host=parsed.host, key=key) for gpus in _shares(config, parsed)]
+    return [KeptServer(make_server, config, key=key, say=_say) for make_server in makers]
+
+
+def _shares(config: RunConfig, parsed: argparse.Namespace) -> Sequence[Sequence[str] | None]:
+    """The GPUs of each server; None: it runs on the CPU."""
+    if config.device == "cpu":
+        if parsed.gpus is not None:
+            raise ConfigError("--gpus: `device: cpu` starts servers on the CPU; give --number instead")
+        return [None] * (1 if parsed.number is None else max(1, parsed.number))
+    if parsed.number is not None:
+        raise ConfigError("--number: the GPUs and rollout.server_tensor_parallel say how many servers there are")
+    return share_gpus(
+        _visible_gpus() if parsed.gpus is None else parsed.gpus.split(","), config.rollout.server_tensor_parallel
+    )
+
+
+def _visible_gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
