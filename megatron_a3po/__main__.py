@@ -1,4 +1,4 @@
-"""Command line: `python -m megatron_a3po {train,report} ...`, under torchrun for more than one rank."""
+"""Command line: `python -m megatron_a3po {train,evaluate,plan,report} ...`; training on several ranks under torchrun."""
 
 import argparse
 import os
@@ -30,17 +30,36 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a policy by A-3PO", description="Train a policy by A-3PO.")
-    train.add_argument("--config", required=True, metavar="FILE", help="YAML file, for example configs/tiny_cpu.yaml")
+    _add_config(train)
     train.add_argument("--print-config", action="store_true", help="print the whole resolved configuration and stop")
-    train.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for example max_staleness=0 seed=1; all: --print-config"
-    )
     train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="how often a model answers right",
+        description="Sample and grade the prompts of the held-out and evaluation datasets of a configuration, from the "
+        "model that it names (model=runs/NAME/model evaluates a trained one) or from running servers.",
+    )
+    _add_config(evaluate)
+    evaluate.add_argument("--name", help="of the folder in run_dir/evaluations; default: the time")
+    evaluate.set_defaults(run=_evaluate)
+
+    plan = commands.add_parser("plan", help="check a configuration, and say what would run, and in how much memory")
+    _add_config(plan)
+    plan.add_argument("--ranks", type=int, required=True, help="that torchrun would start, on all nodes together")
+    plan.set_defaults(run=_plan)
 
     report = commands.add_parser("report", help="write report.html of a run that goes on or was interrupted")
     report.add_argument("run_dir", type=Path, help="folder of the run")
     report.set_defaults(run=_report)
     return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, for example configs/tiny_cpu.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="for example seed=1; all keys: train ... --print-config"
+    )
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -121,6 +140,48 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
 def _is_lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank went away."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    from megatron_a3po.runtime.logging import configure_logging, redirect_output
+
+    try:
+        config = load_config(parsed.config, parsed.overrides, {})
+        log_file = make_log_folder(config.run_dir) / "evaluate.log"
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _CONFIG_MISTAKE
+    name = parsed.name or time.strftime("%Y%m%d-%H%M%S")
+    screen = redirect_output(log_file)
+    configure_logging(screen)
+    try:
+        from megatron_a3po.evaluate import evaluate
+
+        results = evaluate(config, name)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        message = str(error) if isinstance(error, A3poError) else f"{type(error).__name__}: {error}"
+        print(f"error: {message}\n  log: {log_file}", file=screen, flush=True)
+        traceback.print_exception(error)
+        return _CONFIG_MISTAKE if isinstance(error, ConfigError) else _FAILED
+    for result in results:
+        print(result, file=screen)
+    print(f"responses and results: {config.run_dir / 'evaluations' / name}", file=screen)
+    return 0
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from megatron_a3po.config import load_architecture
+    from megatron_a3po.config.describe import describe_run
+
+    try:
+        config = load_config(parsed.config, parsed.overrides, {"WORLD_SIZE": str(parsed.ranks)})
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _CONFIG_MISTAKE
+    print("\n".join(describe_run(config, load_architecture(config.model), parsed.ranks)))
+    return 0
 
 
 def _report(parsed: argparse.Namespace) -> int:

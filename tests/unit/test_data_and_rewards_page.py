@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_a3po.config import DataConfig, RewardConfig
+from megatron_a3po.algorithm.accuracy import confidence_interval
+from megatron_a3po.config import DataConfig, EvaluationConfig, EvaluationDataset, RewardConfig
 from megatron_a3po.data.rows import SCHEMAS, BadRow
+from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.rewards import answers
 from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
 from megatron_a3po.rollout.rewards.samples import FailureKind, Sample
@@ -26,9 +28,33 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_settings_are_valid() -> None:
-    (text,) = blocks("yaml")
-    data = DataConfig(**yaml.safe_load(text)["data"])
+    of_data, of_evaluation = blocks("yaml")
+    data = DataConfig(**yaml.safe_load(of_data)["data"])
     assert data.columns == {"prompt": "problem", "answer": "solution", "id": "meta.uid", "level": "meta.level"}
+    evaluation = EvaluationConfig(**yaml.safe_load(of_evaluation)["evaluation"])
+    assert list(evaluation.datasets) == ["aime24", "math500"] and evaluation.num_samples == 8
+    assert evaluation.datasets["aime24"].instruction == r"Put the answer in \boxed{}."
+
+
+def test_the_metrics_of_an_evaluation_are_those_that_it_names() -> None:
+    low, high = confidence_interval([1.0] * 15 + [0.0] * 15)
+    assert f"{low:.2f} to {high:.2f}" in PROSE
+    result = DatasetResult(
+        dataset="NAME",
+        num_prompts=1,
+        num_without_reward=0,
+        num_samples=8,
+        average=0.5,
+        average_interval=(0.1, 0.9),
+        pass_at={8: 0.5},
+        pass_at_k_interval=(0.1, 0.9),
+        response_tokens=3.0,
+        truncated_share=0.0,
+        weight_versions=(0,),
+        seconds=1.0,
+    )
+    named = set(re.findall(r"`(?:eval/NAME/)?([a-z_]+)`", PROSE))
+    assert {name.removeprefix("eval/NAME/").replace("_8", "_k") for name in result.metrics()} <= named
 
 
 def test_the_dataset_snippet_runs() -> None:
@@ -67,6 +93,7 @@ def test_every_schema_reason_and_key_that_it_names_is_there_and_none_is_missing(
     assert {str(reason) for reason in BadRow} <= names
     assert {answers.RIGHT, answers.WRONG, answers.NO_ANSWER, answers.TOO_LONG, answers.UNDECIDED} <= names
     assert {str(kind) for kind in FailureKind} <= {name.removeprefix("dropped/") for name in names}
-    keys = set(DataConfig.model_fields) | set(RewardConfig.model_fields)
+    sections = (DataConfig, RewardConfig, EvaluationConfig, EvaluationDataset)
+    keys = {key for section in sections for key in section.model_fields}
     code = [*re.findall(r"`([^`]+)`", PROSE), *blocks("yaml")]
     assert keys - {word for text in code for word in re.findall(r"\w+", text)} == set()

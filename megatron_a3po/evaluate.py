@@ -1,0 +1,27 @@
+"""Evaluation of a model folder, or of what running servers hold, without training."""
+
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.errors import ConfigError
+from megatron_a3po.rollout.evaluator import DatasetResult
+from megatron_a3po.rollout.rank_zero import RankZeroRollouts
+from megatron_a3po.runtime.logging import logger
+
+
+def evaluate(config: RunConfig, name: str) -> list[DatasetResult]:
+    """Sample the prompts of all evaluation datasets as an evaluation in training does, through the same servers.
+
+    Responses and results go to `config.run_dir/evaluations/name`. Raises ConfigError, DataError, RolloutError,
+    RewardError.
+    """
+    is_local = config.rollout.servers == "local"
+    if is_local and has_megatron_weights(config.model):
+        raise ConfigError(
+            f"model = {str(config.model)!r}: servers read no Megatron folders; give the Hugging Face folder, which "
+            "tools/convert_megatron_to_hf.py makes of it"
+        )
+    with RankZeroRollouts(config) as rollouts:
+        rollouts.connect(logger.info)
+        version = rollouts.adopt_weights()
+        logger.info("evaluating %s", config.model if is_local else f"version {version}, which the servers hold")
+        return rollouts.evaluate(name)

@@ -1,0 +1,144 @@
+"""The program of a node that trains and serves, as far as it goes without torchrun and servers."""
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_a3po import node as node_module
+from megatron_a3po.errors import A3poError
+from megatron_a3po.node import Node, Recipe, run_node
+from tests.unit.test_recipes import checkout as checkout
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = Recipe(
+    config=str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml"),
+    model="models/Qwen3-8B",
+    ranks_per_node=4,
+    servers_per_node=4,
+    downloads={"data/dapo-math-17k.parquet": "bring the data", "models/Qwen3-8B": "bring the model"},
+    made={},
+)
+
+
+def torchrun_says(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_ADDRESS", "A3PO_SERVER_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_dry_run_on_one_node(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    assert run_node(RECIPE, ["--dry-run", "seed=5"]) == 0
+    output = capsys.readouterr().out
+    assert "node 0: training ranks 0 to 3" in output and "node 1" not in output
+    assert "convert_hf_to_megatron.py models/Qwen3-8B models/Qwen3-8B-megatron makes models/Qwen3-8B-megatron" in output
+    assert "--gpus 4,5,6,7" in output and "rollouts: 4 servers (registered) x TP1" in output
+    assert "layout: 4 ranks = TP4 x DP1" in output and "seed=5" in output
+    assert "0 visible GPUs, and 8 are needed" in output
+
+
+def test_a_dry_run_on_three_nodes(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch, RANK=4, LOCAL_RANK=0, WORLD_SIZE=12, LOCAL_WORLD_SIZE=4)
+    monkeypatch.setenv("NODE_ADDRESS", "10.0.0.2")
+    assert run_node(RECIPE, ["--dry-run", "rollout.prompts_per_step=96"]) == 0
+    output = capsys.readouterr().out
+    assert "node 2: training ranks 8 to 11" in output and "layout: 12 ranks = TP4 x DP3" in output
+    assert "rollouts: 12 servers" in output and "--host 10.0.0.2 --gpus 4,5,6,7" in output
+
+
+def test_missing_files_are_named_with_the_commands_that_bring_them(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    (checkout / "data" / "dapo-math-17k.parquet").unlink()
+    for arguments in (["--dry-run"], []):
+        assert run_node(RECIPE, arguments) == 2
+        output = capsys.readouterr().out
+        assert "1 mistake" in output and output.endswith("to download what is missing:\n  bring the data\n")
+
+
+def test_a_node_with_too_few_gpus_is_refused(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    assert run_node(RECIPE, []) == 2
+    assert "has 0 visible GPUs, and 8 are needed: 4 to train, the others to serve" in capsys.readouterr().out
+
+
+def test_several_nodes_need_a_key(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch, RANK=0, LOCAL_RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: _own_address())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    (checkout / "models" / "Qwen3-8B-megatron").mkdir()
+    if _own_address().startswith("127."):
+        pytest.skip("this machine has no address that others reach")
+    assert run_node(RECIPE, []) == 2
+    assert "A3PO_SERVER_KEY" in capsys.readouterr().out
+
+
+def _own_address() -> str:
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def test_rank_0_makes_things_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun_says(monkeypatch, RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+    made = tmp_path / "made"
+    program = "import os, pathlib, sys, time; time.sleep(0.5); assert 'RANK' not in os.environ; "
+    commands = {str(made): ["-c", f"{program}pathlib.Path({str(made)!r}).mkdir()"]}
+    first = Node(rank=0, local_rank=0, world_size=2, local_world_size=2)
+    waiting = threading.Thread(target=node_module._make_once, args=(commands, replace(first, rank=1, local_rank=1)))
+    waiting.start()
+    node_module._make_once(commands, first)
+    waiting.join(5)
+    assert made.is_dir() and not waiting.is_alive()
+    node_module._make_once(commands, first)  # it is there
+
+    with pytest.raises(A3poError, match="nothing could not be made"):
+        node_module._make_once({"nothing": ["-c", "import sys; sys.exit(3)"]}, first)
+
+
+def test_the_end_of_the_launcher_ends_the_run(tmp_path: Path) -> None:
+    program = (
+        "from megatron_a3po import node\nimport time\n"
+        "with node._Launcher(['-c', 'import sys; sys.exit(4)']):\n    time.sleep(60)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "the rollout servers' launcher ended with exit code 4, and so does the run" in done.stdout
+    assert "KeyboardInterrupt" in done.stderr and time.monotonic() - start < 50
+
+
+def test_the_launcher_ends_with_the_run(tmp_path: Path) -> None:
+    marker: Any = tmp_path / "ended"
+    program = (
+        f"import pathlib, signal, sys, time\ndef end(*_):\n    pathlib.Path({str(marker)!r}).touch(); sys.exit(0)\n"
+    )
+    program += (
+        f"signal.signal(signal.SIGTERM, end)\npathlib.Path({str(tmp_path / 'started')!r}).touch()\ntime.sleep(60)"
+    )
+    with node_module._Launcher(["-c", program]):
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert marker.exists()
