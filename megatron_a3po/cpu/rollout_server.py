@@ -1,6 +1,10 @@
 """How to start SGLang 0.5.23 as a rollout server on a CPU. Pure data; imports neither torch nor SGLang."""
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
+
+from megatron_a3po.errors import ConfigError
 
 # Python's byte code must be written: a server is several processes, and each would recompile six thousand modules.
 UNSET_VARIABLES = ("PYTHONDONTWRITEBYTECODE",)
@@ -8,13 +12,14 @@ UNSET_VARIABLES = ("PYTHONDONTWRITEBYTECODE",)
 STAND_IN_DIRECTORY = Path(__file__).parent / "sgl_stand_in"
 
 
-def server_environment(tensor_parallel: int, python_path: str = "") -> dict[str, str]:
+def server_environment(arguments: Sequence[str] = (), python_path: str = "") -> dict[str, str]:
     """Environment variables to add for a server process; `UNSET_VARIABLES` must be removed.
 
     Args:
-        tensor_parallel: number of ranks of the server; rank i is bound to core i.
+        arguments: of the server's command line; of several tensor-parallel ranks, rank i is bound to core i.
         python_path: PYTHONPATH that the server would have otherwise; the stand-in for `sgl_kernel` goes before it.
     """
+    tensor_parallel = _tensor_parallel(arguments)
     environment = {
         "PYTHONPATH": f"{STAND_IN_DIRECTORY}:{python_path}" if python_path else str(STAND_IN_DIRECTORY),
         "CUDA_VISIBLE_DEVICES": "",
@@ -29,6 +34,16 @@ def server_environment(tensor_parallel: int, python_path: str = "") -> dict[str,
         environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"  # its NCCL wrapper asserts a CUDA device
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tensor_parallel))
     return environment
+
+
+def _tensor_parallel(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
+    try:
+        size: int = parser.parse_known_args(arguments)[0].tp_size
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"rollout.server_arguments: {error}; give the server's number of ranks") from None
+    return size
 
 
 def server_arguments() -> list[str]:

@@ -115,7 +115,7 @@ class LocalServer:
         environment = dict(os.environ)
         if self.gpus is None:
             python_path = environment.get("PYTHONPATH", "")
-            environment |= rollout_server.server_environment(tensor_parallel=1, python_path=python_path)
+            environment |= rollout_server.server_environment(self.arguments, python_path=python_path)
         else:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         for name in (*rollout_server.UNSET_VARIABLES, KEY_VARIABLE):

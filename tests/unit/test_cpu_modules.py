@@ -268,16 +268,19 @@ def test_the_inert_transformer_engine_is_gone_after_the_bridge_was_imported() ->
 
 
 def test_a_rollout_server_of_several_ranks_binds_each_to_a_core() -> None:
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in rollout_server.server_environment(1)
-    assert rollout_server.server_environment(3)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
-    assert rollout_server.server_environment(1, "/other")["PYTHONPATH"].endswith("sgl_stand_in:/other")
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in rollout_server.server_environment(["--skip-tokenizer-init"])
+    for arguments in (["--tp-size", "3"], ["--x", "--tp", "3"], ["--tp-size=3"], ["--tensor-parallel-size", "3"]):
+        assert rollout_server.server_environment(arguments)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
+    assert rollout_server.server_environment([], "/other")["PYTHONPATH"].endswith("sgl_stand_in:/other")
+    with pytest.raises(ConfigError, match="rollout.server_arguments: argument .*'two'"):
+        rollout_server.server_environment(["--tp-size", "two"])
 
 
 def test_rollout_server_settings_need_neither_torch_nor_megatron_and_the_stand_in_names_what_is_missing() -> None:
     script = (
         "import sys; from megatron_a3po.cpu import rollout_server; "
         "assert not {'torch', 'megatron'} & set(sys.modules); "
-        "sys.path.insert(0, rollout_server.server_environment(1)['PYTHONPATH']); "
+        "sys.path.insert(0, rollout_server.server_environment()['PYTHONPATH']); "
         "from sgl_kernel import silu_and_mul; silu_and_mul(1)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
