@@ -34,6 +34,7 @@ COLLECTED = [
     Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
     Case(family="glm4_moe", parallel={"tensor": 2, "expert": 2}),
     Case(family="deepseek_v3", parallel={"tensor": 2, "expert": 2}),
+    Case(family="deepseek_v3", parallel={"pipeline": 2, "expert": 2, "last_stage_layers": 1}),
     Case(family="gpt_oss", parallel={"pipeline": 2, "expert": 2}),
 ]
 
