@@ -96,7 +96,7 @@ class Objective:
 
     def _computes(self, name: str) -> bool:
         if name == "behaviour_weight_mean":
-            return self._config.proximal in ("loglinear", "linear")
+            return self._config.proximal in proximal.INTERPOLATIONS
         if name == "kl_to_reference":
             return self._algorithm.kl_coefficient > 0
         return name == "entropy" or self.needs_recomputed_logprobs
@@ -117,15 +117,13 @@ class Objective:
                 return logprobs.detach()
             case "behaviour":
                 return microbatch.behaviour_logprobs
-            case "loglinear":
-                interpolate = proximal.proximal_logprobs
-            case "linear":
-                interpolate = proximal.linear_proximal_logprobs
+            case interpolation:
+                interpolate = proximal.INTERPOLATIONS[interpolation]
         schedule, anchor = self._algorithm.behaviour_weight, self._algorithm.fresh_anchor
         return interpolate(logprobs, microbatch.behaviour_logprobs, staleness, schedule, anchor)
 
     def _weights(self, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
-        if self._config.proximal not in ("loglinear", "linear"):
+        if self._config.proximal not in proximal.INTERPOLATIONS:
             return {}
         schedule, anchor = self._algorithm.behaviour_weight, self._algorithm.fresh_anchor
         beta = proximal.behaviour_weight(torch.where(mask, staleness, 0), schedule, anchor)

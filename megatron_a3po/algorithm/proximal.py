@@ -4,6 +4,7 @@ arXiv 2512.06547: between the policy that sampled a token and the policy being t
 the token is. None of the methods here needs a forward pass; decoupled PPO's own ("recompute") takes one in `actor`.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -55,3 +56,9 @@ def linear_proximal_logprobs(
     """log(beta * pi_behaviour + (1 - beta) * pi_target): the same interpolation of probabilities instead of logs."""
     beta = behaviour_weight(staleness, schedule, fresh_anchor)
     return torch.logaddexp(beta.log() + behaviour_logprobs, (1 - beta).log() + target_logprobs.detach())
+
+
+Interpolation = Callable[[Tensor, Tensor, Tensor, Schedule, Anchor], Tensor]
+"""(target log-probs, behaviour log-probs, staleness, schedule, anchor), of [tokens] each, to log pi_proximal"""
+INTERPOLATIONS: dict[str, Interpolation] = {"loglinear": proximal_logprobs, "linear": linear_proximal_logprobs}
+"""By the names that `proximal` has in a configuration"""
