@@ -1,0 +1,131 @@
+"""The images and the compose file, which no test here builds: what can be read off them is right."""
+
+import fnmatch
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_a3po.__main__ import _parser as run_parser
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.files import read_yaml
+from tools.launch_rollout_servers import _parser as launcher_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ["trainer", "rollout"]
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+IN_IMAGE = "/opt/megatron_a3po"
+
+
+def instructions(image: str) -> list[tuple[str, str]]:
+    """(instruction, its arguments) in order, lines joined."""
+    text = (ROOT / "docker" / f"{image}.Dockerfile").read_text(encoding="utf-8")
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def arguments(image: str, name: str) -> list[str]:
+    return [text for instruction, text in instructions(image) if instruction == name]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_images_come_from_tags_that_stay(image: str) -> None:
+    copied = [text.split()[0].removeprefix("--from=") for text in arguments(image, "COPY") if "--from=" in text]
+    for source in arguments(image, "FROM") + copied:
+        name, _, tag = source.partition(":")
+        assert re.search(r"\d+\.\d+\.\d+", tag), f"{name} has no version"
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_nothing_runs_as_root(image: str) -> None:
+    names = [name for name, _ in instructions(image)]
+    (user,) = arguments(image, "USER")
+    default = next(text for text in arguments(image, "ARG") if text.startswith(f"{user.removeprefix('$')}="))
+
+    assert int(default.partition("=")[2]) > 0
+    assert set(names[names.index("USER") + 1 :]) <= {"WORKDIR", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_is_copied_is_there_and_reaches_the_build(image: str) -> None:
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert ignored[0] == "*"
+    sent = [line.removeprefix("!").rstrip("/") for line in ignored if line[0] == "!"]
+    for copied in arguments(image, "COPY"):
+        if copied.startswith("--from"):
+            continue
+        for source in copied.split()[:-1]:
+            assert (ROOT / source).exists()
+            assert any(source.rstrip("/") == name or source.startswith(f"{name}/") for name in sent), source
+    assert not any(fnmatch.fnmatch(name, "*key*") for name in sent)
+
+
+@pytest.mark.parametrize(
+    ("image", "process"),
+    [
+        ("trainer", "/opt/venv/bin/python3 -u -m megatron_a3po train --config my.yaml"),
+        ("rollout", "/opt/venv/bin/python -m megatron_a3po.rollout.serve --model-path models/x"),
+    ],
+)
+def test_the_health_check_finds_the_process_and_not_itself(image: str, process: str) -> None:
+    (check,) = arguments(image, "HEALTHCHECK")
+    (pattern,) = re.findall(r'pgrep -f "([^"]+)"', check)
+
+    assert re.search(pattern, process)
+    assert not re.search(pattern, f"/bin/sh -c {check}")
+    assert "nvidia-smi" in check
+
+
+def test_the_trainer_is_made_by_the_set_up_script_and_servers_from_the_same_lock(tmp_path: Path) -> None:
+    assert any("bash tools/setup_environment.sh gpu" in text for text in arguments("trainer", "RUN"))
+
+    (install,) = [text for text in arguments("rollout", "RUN") if "--require-hashes" in text]
+    (program,) = re.findall(r"awk '([^']+)' requirements/gpu.lock > (?=/tmp/rollout.lock)", install)
+    lock = ROOT / "requirements" / "gpu.lock"
+    kept = subprocess.run(["awk", program, str(lock)], capture_output=True, text=True, check=True).stdout
+    packages = [re.findall(r"^([a-z0-9._-]+)==", text, re.MULTILINE) for text in (lock.read_text(), kept)]
+    left_out = {name for name in packages[0] if name.startswith("transformer-engine")}
+    assert packages[1] == [name for name in packages[0] if name not in left_out]
+    assert left_out == {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"}
+    assert kept.count("--hash=") == sum(
+        package.count("--hash=")
+        for package in re.split(r"^(?=[a-z0-9])", lock.read_text(), flags=re.MULTILINE)
+        if not package.startswith("transformer-engine")
+    )
+
+
+@pytest.mark.parametrize("service", IMAGES)
+def test_the_compose_file_builds_the_images_with_arguments_that_they_have(service: str) -> None:
+    build = SERVICES[service]["build"]
+    assert (ROOT / "docker" / build["context"]).resolve() == ROOT
+    assert build["dockerfile"] == f"docker/{service}.Dockerfile"
+    assert set(build["args"]) <= {text.split("=")[0] for text in arguments(service, "ARG")}
+
+
+def test_the_compose_file_gives_both_commands_one_configuration() -> None:
+    command = SERVICES["trainer"]["command"]
+    torchrun, run = command[: command.index("-m")], command[command.index("-m") + 2 :]
+    trained, served = run_parser().parse_args(run), launcher_parser().parse_args(SERVICES["rollout"]["command"])
+
+    assert arguments("trainer", "ENTRYPOINT") == ['["torchrun"]']
+    assert arguments("rollout", "ENTRYPOINT") == [f'["python", "{IN_IMAGE}/tools/launch_rollout_servers.py"]']
+    assert torchrun == ["--standalone", "--nproc-per-node=4"] and command[len(torchrun) + 1] == "megatron_a3po"
+    assert (trained.config, trained.overrides) == (served.config, served.overrides)
+    (default,) = re.findall(r"\$\{RECIPE:-(.*)\}", trained.config)
+    assert (ROOT / "configs" / f"{default}.yaml").exists() and trained.config.startswith(f"{IN_IMAGE}/configs/")
+
+
+def test_the_containers_share_the_gpus_of_a_node_as_the_small_recipes_do() -> None:
+    gpus = {
+        service: SERVICES[service]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for service in IMAGES
+    }
+    assert sorted(gpus["trainer"] + gpus["rollout"]) == [str(number) for number in range(8)]
+    for recipe in ("qwen2.5_1.5b_gsm8k", "qwen3_8b_dapo_math", "qwen3_8b_dapo_math_fp8"):
+        values, _ = read_yaml(ROOT / "configs" / f"{recipe}.yaml")
+        config = RunConfig.model_validate(values)
+        assert len(gpus["rollout"]) == config.rollout.num_servers * config.rollout.server_tensor_parallel
+        assert len(gpus["trainer"]) % config.parallel.tensor == 0

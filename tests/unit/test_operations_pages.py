@@ -1,0 +1,76 @@
+"""What docs/production.md and docs/symptoms.md name is there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_a3po.config import RunConfig, known_keys
+from megatron_a3po.config.files import read_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("production", "symptoms")}
+COMMANDS = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGES["production"], re.MULTILINE | re.DOTALL))
+
+
+def texts_of_the_code() -> list[str]:
+    """String literals, with a gap where a value is put in."""
+    found = []
+    for path in [*(ROOT / "megatron_a3po").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    quoted = re.findall(r"^\| `([^`]+ [^`]+)` \|", PAGES["symptoms"], re.MULTILINE)
+    texts = texts_of_the_code()
+
+    assert len(quoted) > 20
+    assert [message for message in quoted if not any(message in text for text in texts)] == []
+
+
+def test_files_that_commands_name_are_in_the_checkout() -> None:
+    named = set(re.findall(r"\b(?:tools|configs|examples|docker)/[\w./-]+\.\w+", COMMANDS))
+    assert len(named) > 7
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    targets = set(re.findall(r"\bmake ([a-z-]+)", COMMANDS))
+    assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
+
+
+def test_every_dataset_and_model_that_recipes_need_is_downloaded() -> None:
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        if file.stem.startswith(("base", "tiny")):
+            continue
+        values, _ = read_yaml(file)
+        config = RunConfig.model_validate(values)
+        assert config.model.name.removesuffix("-megatron") in PAGES["production"]
+        for path in [config.data.path, *(dataset.path for dataset in config.evaluation.datasets.values())]:
+            assert path is not None
+            assert str(path) in COMMANDS or any(
+                f"--local-dir {parent}\n" in COMMANDS for parent in path.parents if str(parent) not in (".", "data")
+            )
+
+
+def test_the_configuration_of_the_page_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGES["production"], re.MULTILINE | re.DOTALL)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "my.yaml").write_text(text)
+    values, mistakes = read_yaml(tmp_path / "my.yaml")
+    config = RunConfig.model_validate(values)
+
+    assert mistakes == [] and config.run_dir == Path(yaml.safe_load(text)["run_dir"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_and_links_are_there(page: str) -> None:
+    sections = {key.split(".")[0] for key in known_keys() if "." in key}
+    named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)(?:`|:| )", PAGES[page]))
+    assert named and named <= set(known_keys())
+    for target in re.findall(r"\]\(([^)#]+)", PAGES[page]):
+        assert (ROOT / "docs" / target).exists()
