@@ -12,7 +12,7 @@ from megatron_a3po.rollout import recovery
 from megatron_a3po.rollout.client import RequestRefused
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer
+from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer, version_label
 from megatron_a3po.rollout.recovery import GRACE_SECONDS
 from megatron_a3po.rollout.server_states import Server
 from megatron_a3po.runtime.logging import logger
@@ -221,6 +221,8 @@ class ServerControl:
     async def _update(self, path: str, body: dict[str, Any], timeout_seconds: float, *, together: bool) -> None:
         # In place, what was cached with the old weights is in use, and stays.
         flushes = "weight_version" in body and self.pool.pause_mode != "in_place"
+        if "weight_version" in body:
+            body = body | {"weight_version": version_label(body["weight_version"], self.pool.run)}
 
         async def update(server: Server) -> None:
             try:
@@ -252,7 +254,7 @@ class ServerControl:
             label = await server.client.weight_version()
             if label is None:
                 raise RolloutError(f"{server.url} does not say which weight version it holds")
-            return server.url, label
+            return server.url, label.removesuffix(version_label("", self.pool.run))
 
         return dict(await self.pool.for_each(version))
 

@@ -8,6 +8,7 @@ import aiohttp
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
+from megatron_a3po.rollout.lease import LEASE_SECONDS, RETRY_SECONDS
 from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
 from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
 from megatron_a3po.runtime.logging import logger
@@ -30,16 +31,19 @@ class ServerPool:
         *,
         timeout_seconds: float,
         key: str | None = None,
+        run: str | None = None,
         min_servers: int | None = None,
         pause_mode: str = "retract",
         find_dead: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """min_servers: with fewer that are not in quarantine, everything here raises; None: all of them."""
+        """run: who this is, for other runs. min_servers: with fewer that are not in quarantine, everything here raises;
+        None: all of them."""
         # Created inside the loop: aiohttp binds the session to the loop that runs then.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector)
         self.clients = [SGLangClient(url, self._session, timeout_seconds, key) for url in urls]
-        self.states = ServerStates([Server(client) for client in self.clients], min_servers)
+        self.run = run
+        self.states = ServerStates([Server(client, run) for client in self.clients], min_servers)
         self.pause_mode = pause_mode
         self.num_pauses = 0
         self.case_closed = False
@@ -47,7 +51,7 @@ class ServerPool:
         self._find_dead = find_dead
 
     async def wait_ready(self, timeout_seconds: float) -> list[ServerInfo]:
-        """Wait until every server takes requests, and clear what a run that died left there.
+        """Wait until every server takes requests, have it for this run, and clear what a run that died left there.
 
         A paused server answers but is not ready, so the clearing comes in between. After the timeout, the servers that
         are not ready go into quarantine. Raises RolloutServerDied or RolloutError.
@@ -68,9 +72,25 @@ class ServerPool:
                         break
                     await asyncio.sleep(0.25)
             if is_there is SGLangClient.is_answering:
+                await asyncio.gather(*(self._take(server) for server in self.states.members))
                 await self.reset()
         await self.load_infos()
         return [server.info for server in self.states.members if server.info is not None]
+
+    async def _take(self, server: Server) -> None:
+        """Raises RolloutError when another run that is alive publishes there, or the server does not answer."""
+        deadline = asyncio.get_running_loop().time() + LEASE_SECONDS + 5 * RETRY_SECONDS
+        while not await server.lease.take():
+            if asyncio.get_running_loop().time() > deadline:
+                raise RolloutError(await self.occupied(server))
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def occupied(self, server: Server) -> str:
+        label = await server.client.weight_version()
+        return (
+            f"{server.url}: another run that is alive publishes to this server, whose weights are version {label}; end "
+            "that run, or give this one servers of its own (`rollout.servers`)"
+        )
 
     async def load_infos(self) -> None:
         """How the servers describe themselves. Raises RolloutError where one cannot be used."""
@@ -224,6 +244,8 @@ class ServerPool:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._look_at_process()
+            if server.lease.is_lost:
+                self.states.quarantine(server, RolloutError(await self.occupied(server)))
             before = server.version, server.is_whole, server.error
             label = await server.client.weight_version()
             if server.error is not None or before != (server.version, server.is_whole, server.error):
@@ -234,11 +256,17 @@ class ServerPool:
             if missed >= _MISSED_ANSWERS:
                 error = f"{server.url}: nothing answers there any more; is the server running?"
                 self.states.quarantine(server, RolloutServerDied(error))
-            elif label is not None and server.is_whole and label != str(server.version):
-                error = f"{server.url} holds weight version {label} instead of {server.version}; was it restarted?"
-                self.states.quarantine(server, RolloutError(error))
+            elif label is not None and server.is_whole and label != server.label:
+                self.states.quarantine(
+                    server,
+                    RolloutError(
+                        f"{server.url} holds weight version {label} instead of {server.label}; was it restarted, or "
+                        "does another client publish to it?"
+                    ),
+                )
 
     async def close(self) -> None:
+        await asyncio.gather(*(server.lease.release() for server in self.states.servers))
         await self._session.close()
 
     def _look_at_process(self) -> None:

@@ -73,6 +73,17 @@ def parse_answer[Model: BaseModel](model: type[Model], answer: Any, source: str)
         raise RolloutError(f"{source} answered what is no {model.__name__}: {error}") from None
 
 
+def version_label(version: int | str, run: str | None) -> str:
+    """What a server is told that its weights are: the number, and the run that published it, if it says who it is."""
+    return f"{version} of {run}" if run is not None else str(version)
+
+
+def labelled_version(label: str) -> int | None:
+    """None: a label that no run has given."""
+    number, _, _ = label.partition(" of ")
+    return int(number) if number.isdecimal() else None
+
+
 def generate_request(
     token_ids: list[int] | list[list[int]],
     *,
@@ -116,12 +127,13 @@ def to_trajectory(
 def _versions(spans: list[VersionSpan], num_tokens: int, prompt_id: str) -> list[int]:
     versions: list[int] = []
     for span in spans:
-        if span.start != len(versions) or span.end < span.start or not span.version.isdecimal():
+        version = labelled_version(span.version)
+        if span.start != len(versions) or span.end < span.start or version is None:
             raise RolloutError(
                 f"prompt {prompt_id}: weight version span {span} does not continue after token {len(versions)}; every "
                 "token must carry a published version"
             )
-        versions += [int(span.version)] * (span.end - span.start)
+        versions += [version] * (span.end - span.start)
     if len(versions) != num_tokens:
         raise RolloutError(f"prompt {prompt_id}: weight versions for {len(versions)} of {num_tokens} tokens")
     return versions

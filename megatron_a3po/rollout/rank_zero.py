@@ -1,5 +1,7 @@
 """Everything of the rollouts that only rank 0 has."""
 
+import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -158,6 +160,7 @@ class RankZeroRollouts:
             urls,
             timeout_seconds=rollout.request_timeout_seconds,
             key=self._key,
+            run=f"{config.run_dir.resolve()} (host {socket.gethostname()}, process {os.getpid()})",
             min_servers=config.publish.min_servers,
             pause_mode=config.publish.pause_mode,
             find_dead=self._server.describe_death if self._server is not None else lambda: None,

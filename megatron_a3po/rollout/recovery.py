@@ -57,6 +57,8 @@ async def _returned(pool: ServerPool, server: Server, group_names: Sequence[str]
     info = await server.client.server_info()
     if (problem := pool.unusable(server, info)) is not None:
         raise RolloutError(problem)
+    if not await server.lease.take():
+        raise RolloutError(await pool.occupied(server))
     await _leave(pool, server, group_names)
     await pool.post(server, "/abort_request", {"abort_all": True}, GRACE_SECONDS)
     return info

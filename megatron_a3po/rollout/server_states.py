@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Sequence
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout.client import SGLangClient
-from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
+from megatron_a3po.rollout.lease import Lease
+from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, version_label
 from megatron_a3po.runtime.logging import logger
 
 _MAX_SKIPPED = 31
@@ -18,8 +19,11 @@ class Quarantined(RolloutError):
 class Server:
     """One rollout server. Only `ServerStates` changes what is said here of its weights and its quarantine."""
 
-    def __init__(self, client: SGLangClient) -> None:
+    def __init__(self, client: SGLangClient, run: str | None = None) -> None:
+        """run: who publishes, in the labels of its weights."""
         self.client = client
+        self.lease = Lease(client)
+        self._run = run
         self.info: ServerInfo | None = None
         """As the server described itself when the run met it, or met it again"""
         self.version: int | None = None
@@ -49,6 +53,11 @@ class Server:
     def is_routable(self) -> bool:
         return self.error is None and self.version is not None
 
+    @property
+    def label(self) -> str:
+        """Of the version that it was confirmed to hold"""
+        return version_label(self.version if self.version is not None else "none", self._run)
+
     async def unless_quarantined[T](self, work: Awaitable[T]) -> T:
         """The result of `work`. Raises Quarantined, and cancels it, when this server goes into quarantine before."""
         out = self._out
@@ -77,13 +86,14 @@ class Server:
     def label_problem(self, responses: Sequence[GenerateResponse], confirmed: int) -> RolloutError | None:
         """What is wrong with the version labels of responses to a request that was sent when `confirmed` was; the
         newest that may have sampled them is the one that is confirmed now."""
+        versions = range(confirmed, self.version + 1) if self.version is not None else range(0)
+        known = {version_label(version, self._run) for version in versions}
         for response in responses:
             for span in response.meta_info.weight_versions:
-                known = span.version.isdecimal() and self.version is not None
-                if not known or not confirmed <= int(span.version) <= (self.version or 0):
+                if span.version not in known:
                     return RolloutError(
                         f"{self.url} sampled tokens with weight version {span.version}, but {confirmed} to "
-                        f"{self.version} were confirmed there; was it restarted, or does another client publish to it?"
+                        f"{self.label} were confirmed there; was it restarted, or does another client publish to it?"
                     )
         return None
 

@@ -42,6 +42,8 @@ class ScriptedServer:
         self.in_flight = 0
         self.max_in_flight = 0
         """Calls of /generate under way, now and at most."""
+        self.sessions: dict[str, float] = {}
+        """When the open ones end by themselves, by the loop's clock."""
         self._counts: Counter[str] = Counter()
         self._script: dict[str, tuple[range, Action]] = {}
         self._running = asyncio.Event()
@@ -165,6 +167,18 @@ class ScriptedServer:
     async def _update_weights_from_disk(self, body: Json) -> web.Response:
         self.version = body.get("weight_version", self.version)
         return success()
+
+    async def _open_session(self, body: Json) -> web.Response:
+        name, now = body["session_id"], asyncio.get_running_loop().time()
+        if self.sessions.get(name, now) > now:
+            message = "Failed to open the session. Check if a session with the same id is still open."
+            return web.json_response({"error": {"message": message}}, status=400)
+        self.sessions[name] = now + body["timeout"]
+        return web.json_response(name)
+
+    async def _close_session(self, body: Json) -> web.Response:
+        self.sessions.pop(body["session_id"], None)
+        return web.Response()
 
     async def _update_weight_version(self, body: Json) -> web.Response:
         self.version = body["new_version"]

@@ -20,6 +20,7 @@ from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, s
 from megatron_a3po.errors import VersionError
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.rollout.protocol import version_label
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
@@ -77,7 +78,7 @@ class Run:
     def publish(self, version: int) -> None:
         self.version = version
         self.control.pool.states.begin_update()
-        self.server.version = str(version)
+        self.server.version = version_label(version, self.control.pool.run)
         self.control.confirm(version)
         self.source.set_version(version)
 

@@ -1,0 +1,175 @@
+"""Of two runs that want one server, the second is refused while the first lives, and has it soon after."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import pytest_asyncio
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout import lease as lease_module
+from megatron_a3po.rollout import pool as pool_module
+from megatron_a3po.rollout import recovery
+from megatron_a3po.rollout.lease import Lease
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.protocol import generate_request, labelled_version, version_label
+from tests.unit.scripted_server import ScriptedServer, answer, close_connection, response
+from tests.unit.test_collector import wait_until
+
+REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
+LEASE_SECONDS = 0.8
+FIRST, SECOND = "/runs/first (host a, process 1)", "/runs/second (host b, process 2)"
+StartRun = Callable[..., Awaitable[ServerPool]]
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[ScriptedServer]:
+    async with ScriptedServer() as server:
+        yield server
+
+
+@pytest_asyncio.fixture
+async def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartRun]:
+    for module in (lease_module, pool_module):
+        monkeypatch.setattr(module, "LEASE_SECONDS", LEASE_SECONDS)
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(recovery, "GRACE_SECONDS", 2.0)
+    pools: list[ServerPool] = []
+
+    async def start(run: str, *urls: str, min_servers: int | None = None) -> ServerPool:
+        pools.append(ServerPool([server.url, *urls], timeout_seconds=5.0, run=run, min_servers=min_servers))
+        await asyncio.wait_for(pools[-1].wait_ready(5.0), 20.0)
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        await pool.close()
+
+
+def publish(pool: ServerPool, server: ScriptedServer, version: int) -> None:
+    server.version = version_label(version, pool.run)
+    pool.states.confirm(version)
+
+
+def die(pool: ServerPool) -> None:
+    """As a process does: nothing is said to the server any more."""
+    for server in pool.states.servers:
+        assert server.lease._keeper is not None
+        server.lease._keeper.cancel()
+        server.lease._keeper = None
+
+
+async def test_a_second_run_is_refused_with_server_run_and_remedy_and_changes_nothing_there(
+    start: StartRun, server: ScriptedServer
+) -> None:
+    publish(await start(FIRST), server, 17)
+    before = len(server.calls)
+
+    message = rf"{server.url}.*another run.*version 17 of /runs/first \(host a, process 1\).*`rollout\.servers`"
+    with pytest.raises(RolloutError, match=message):
+        await start(SECOND)
+
+    assert {path for path, _ in server.calls[before:]} <= {"/open_session", "/close_session"}
+
+
+async def test_a_run_has_its_server_for_as_long_as_it_lives(start: StartRun, server: ScriptedServer) -> None:
+    first = await start(FIRST)
+    other = Lease(first.clients[0])
+    for _ in range(int(4 * LEASE_SECONDS / 0.02)):
+        assert not await other.take()
+        await asyncio.sleep(0.02)
+    assert first.states.servers[0].lease.is_held
+    assert len(server.bodies("/open_session")) > 160
+
+
+async def test_the_server_of_a_run_that_died_is_free_a_little_later(start: StartRun, server: ScriptedServer) -> None:
+    first = await start(FIRST)
+    publish(first, server, 17)
+    await asyncio.sleep(LEASE_SECONDS)
+    die(first)
+
+    second = await start(SECOND)
+    publish(second, server, 0)
+
+    assert second.states.servers[0].lease.is_held
+    assert labelled_version((await second.generate(REQUEST))[0].meta_info.weight_versions[0].version) == 0
+
+
+async def test_the_server_of_a_run_that_ended_is_free_at_once(start: StartRun, server: ScriptedServer) -> None:
+    await (await start(FIRST)).close()
+    assert server.sessions == {}
+    before = len(server.bodies("/open_session"))
+    await start(SECOND)
+    assert len(server.bodies("/open_session")) == before + 2
+
+
+async def test_of_runs_that_start_at_one_time_one_gets_the_server(start: StartRun) -> None:
+    started = await asyncio.gather(*(start(str(number)) for number in range(4)), return_exceptions=True)
+    assert sorted(isinstance(item, ServerPool) for item in started) == [False, False, False, True]
+    assert all(isinstance(item, ServerPool | RolloutError) for item in started)
+
+
+async def test_without_an_answer_for_a_while_a_run_keeps_its_server(start: StartRun, server: ScriptedServer) -> None:
+    lease = (await start(FIRST)).states.servers[0].lease
+    server.script("/open_session", close_connection)
+    await asyncio.sleep(2 * LEASE_SECONDS)
+    server.script("/open_session", close_connection, range(0))
+    await wait_until(lambda: max(server.sessions.values()) > asyncio.get_running_loop().time())
+    assert lease.is_held
+
+
+async def test_a_server_that_another_run_has_taken_is_left_out_until_that_run_ends(
+    start: StartRun, server: ScriptedServer
+) -> None:
+    async with ScriptedServer() as lonely:
+        run = await start(FIRST, lonely.url, min_servers=1)
+        for one in (server, lonely):
+            publish(run, one, 3)
+        watch = asyncio.create_task(run.watch())
+        server.sessions = dict.fromkeys(lease_module._SESSIONS, float("inf"))
+        await wait_until(lambda: [out.url for out in run.states.quarantined] == [server.url])
+        assert "another run that is alive" in str(run.states.quarantined[0].error)
+
+        await recovery.call_back(run, [], at_once=True)
+        assert [out.url for out in run.states.quarantined] == [server.url]
+        server.sessions.clear()
+        await recovery.call_back(run, [], at_once=True)
+        assert run.states.quarantined == [] and run.states.servers[0].lease.is_held
+        watch.cancel()
+
+
+async def test_the_same_version_number_of_another_run_is_not_the_runs_own(
+    start: StartRun, server: ScriptedServer
+) -> None:
+    async with ScriptedServer() as lonely:
+        run = await start(FIRST, lonely.url, min_servers=1)
+        for one in (server, lonely):
+            publish(run, one, 3)
+        assert len([await run.generate(REQUEST) for _ in range(4)]) == 4
+        # Between two looks at its label, tokens tell.
+        foreign = response(num_tokens=4, versions=[version_label(3, SECOND)])
+        server.script("/generate", answer(foreign))
+        await asyncio.gather(*(run.generate(REQUEST) for _ in range(4)))
+        assert [out.url for out in run.states.quarantined] == [server.url]
+        assert "weight version 3 of /runs/second" in str(run.states.quarantined[0].error)
+
+
+async def test_weights_that_another_run_has_published_are_found_by_the_watch(
+    start: StartRun, server: ScriptedServer
+) -> None:
+    run = await start(FIRST)
+    publish(run, server, 3)
+    server.version = version_label(3, SECOND)
+    message = r"version 3 of /runs/second \(host b, process 2\) instead of 3 of /runs/first \(host a, process 1\)"
+    with pytest.raises(RolloutError, match=message):
+        await asyncio.wait_for(run.watch(), 5.0)
+
+
+@pytest.mark.parametrize("label", ["default", "", "x 3", "3x of /runs/first", " of /runs/first"])
+def test_a_label_that_no_run_has_given_is_no_version(label: str) -> None:
+    assert labelled_version(label) is None
+
+
+def test_a_label_says_version_and_run() -> None:
+    assert labelled_version(version_label(12, FIRST)) == labelled_version(version_label(12, None)) == 12
