@@ -17,9 +17,10 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.delta_folder import described_by
 from megatron_a3po.weights.delta_transport import DeltaTransport
 from megatron_a3po.weights.disk import DiskTransport
+from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.publisher import Transport, WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
-from megatron_a3po.weights.served import fp8_rule, served_quantization
+from megatron_a3po.weights.served import Served, fp8_rule, served_quantization
 from megatron_a3po.weights.transport import UpdateGroups
 
 _PACKED = re.compile(r"_(blocks|scales)$")
@@ -43,12 +44,7 @@ def build_publisher(
     if receivers is not None and not has_megatron_weights(config.model):
         folder = HfFolder.open(config.model)
         names = published_names(folder.names(), folder.config)
-    publish = config.publish
-    shared, local = publish.folder or config.run_dir / "published", publish.delta_folder
-    quantization = None
-    if receivers is not None:
-        served = [(url, str(described_by(Path(model), shared, local)), own) for url, model, own in receivers.served]
-        quantization = served_quantization(served)
+    quantization = served_quantization(_served(config, receivers)) if receivers is not None else None
     names, quantization = broadcast_json([names, quantization], control)
     collector = WeightCollector(
         chunks,
@@ -60,19 +56,8 @@ def build_publisher(
         is_fp8=fp8_rule(quantization),
         timer=timer,
     )
-    through_files: dict[str, Any] = {
-        "quantization_config": quantization,
-        "pause_first": publish.transport != "disk",
-        "timeout_seconds": publish.timeout_seconds,
-    }
-    disk: Transport
-    if local is None:
-        disk = DiskTransport(collector.plan, receivers, shared, config.model, **through_files)
-    else:
-        followed = config.rollout.servers != "local"
-        disk = DeltaTransport(
-            collector.plan, receivers, shared, config.model, local=local, followed=followed, **through_files
-        )
+    publish = config.publish
+    disk = _through_files(config, collector.plan, receivers, quantization)
     if publish.transport == "disk":
         return WeightPublisher(collector, disk, receivers, control, timer=timer)
     update_groups = UpdateGroups(
@@ -86,6 +71,34 @@ def build_publisher(
     )
     fallback = disk if publish.fallback else None
     return WeightPublisher(collector, update_groups, receivers, control, timer=timer, fallback=fallback)
+
+
+def _folder(config: RunConfig) -> Path:
+    return config.publish.folder or config.run_dir / "published"
+
+
+def _served(config: RunConfig, receivers: WeightReceivers) -> list[Served]:
+    """Of every server, with its model's folder as it is seen here."""
+    return [
+        (url, str(described_by(Path(model), _folder(config), config.publish.delta_folder)), quantization)
+        for url, model, quantization in receivers.served
+    ]
+
+
+def _through_files(
+    config: RunConfig, plan: Plan, receivers: WeightReceivers | None, quantization: Mapping[str, Any] | None
+) -> Transport:
+    publish = config.publish
+    common: dict[str, Any] = {
+        "quantization_config": quantization,
+        "pause_first": publish.transport != "disk",
+        "timeout_seconds": publish.timeout_seconds,
+    }
+    if publish.delta_folder is None:
+        return DiskTransport(plan, receivers, _folder(config), config.model, **common)
+    followed = config.rollout.servers != "local"
+    common |= {"local": publish.delta_folder, "followed": followed}
+    return DeltaTransport(plan, receivers, _folder(config), config.model, **common)
 
 
 def published_names(names: Sequence[str], described: Mapping[str, Any]) -> list[str]:

@@ -32,6 +32,10 @@ class Delta:
     offsets: Tensor
     values: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
     def tensors(self) -> dict[str, Tensor]:
         return {"counts": self.counts, "offsets": self.offsets, "values": self.values}
 
@@ -53,8 +57,9 @@ def make_delta(former: Tensor, new: Tensor) -> tuple[int, Delta | None]:
         return number, None
     offsets, values = [], []
     for part, words in zip(changed.split(_SLICE), new.split(_SLICE * _BLOCK), strict=True):
-        offsets.append(part.nonzero()[:, 1].to(torch.uint8))
-        values.append(words[part.view(-1)[: words.numel()]])
+        positions = part.view(-1).nonzero()[:, 0]
+        offsets.append((positions % _BLOCK).to(torch.uint8))
+        values.append(words[positions])
     return number, Delta(counts=counts, offsets=torch.cat(offsets), values=torch.cat(values))
 
 

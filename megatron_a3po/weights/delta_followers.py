@@ -29,7 +29,7 @@ def follow(folder: Path, local: Path, host: str, keep_on: Callable[[], bool] = l
             if published is not None and published.folder_name != held:
                 try:
                     held = make_local_folder(folder, local, published).name
-                except FileNotFoundError:
+                except OSError:
                     # The run may have gone on to the next version, and removed files of this one.
                     if read_published(folder / PUBLISHED) == published:
                         raise

@@ -66,14 +66,17 @@ class OwnedShard:
     def _write_delta(
         self, folder: Path, new: Tensor, delta: Delta, former: PublishedShard
     ) -> tuple[PublishedShard, int]:
+        # Who has nothing never reads more than twice the shard, and changes never cost more than whole shards.
+        is_full = sum(each.nbytes for each in former.changes) + delta.nbytes > new.nbytes
+        if is_full and 2 * delta.nbytes > new.nbytes:
+            return self._write_whole(folder, new)
         file, nbytes = self._write_file(folder, "delta", delta.tensors())
-        change = Change(file=file, base=former.checksum, checksum=self._checksum(new), nbytes=nbytes)
-        changes = (*former.changes, change)
-        if sum(each.nbytes for each in changes) <= new.nbytes:
-            return PublishedShard(name=self._name, whole=former.whole, changes=changes), nbytes
-        # So that who has nothing never reads more than twice the shard; who is up to date needs the last change only.
+        change = Change(file=file, base=former.checksum, checksum=self._checksum(new), nbytes=delta.nbytes)
+        if not is_full:
+            return former.model_copy(update={"changes": (*former.changes, change)}), nbytes
+        # Who holds the version before needs the last change only.
         shard, whole_nbytes = self._write_whole(folder, new)
-        return PublishedShard(name=self._name, whole=shard.whole, changes=(change,)), nbytes + whole_nbytes
+        return shard.model_copy(update={"changes": (change,)}), nbytes + whole_nbytes
 
     def _write_file(self, folder: Path, kind: str, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
         path = folder / f"{self._stem}.{self._num_files}.{kind}.safetensors"

@@ -140,6 +140,13 @@ def test_the_whole_shard_is_written_anew_before_its_changes_are_larger(run: Run,
     assert len(list(run.start.glob("*.whole.safetensors"))) > 4
 
 
+def test_changes_in_a_row_cost_no_more_than_whole_shards(run: Run) -> None:
+    whole = sum(each.nbytes for each in run.publish()[1])
+    for density in (0.1, 0.3, 0.5):
+        written = [run.publish(density, density)[1] for _ in range(12)]
+        assert sum(each.nbytes for shards in written for each in shards) < 12 * whole * 1.05
+
+
 def test_versions_that_were_missed_are_caught_up_with(run: Run, local: Path) -> None:
     make_local_folder(run.folder, local, run.publish()[0])
     run.publish(0.02, 0.02)
