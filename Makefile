@@ -25,7 +25,8 @@ lint: setup ## formatting, ruff, types and import directions
 	$(bin)/lint-imports
 
 test: lint ## set-up, lint, then all tests: unit, distributed, e2e; gpu tests skip themselves without a GPU
-	$(bin)/pytest
+	OMP_NUM_THREADS=1 $(bin)/pytest -n logical --maxprocesses 4 tests/unit
+	$(bin)/pytest tests/distributed tests/e2e tests/gpu
 
 parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table

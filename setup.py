@@ -39,6 +39,7 @@ setup(
             "pytest",
             "pytest-asyncio",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",
