@@ -42,6 +42,12 @@ def check_host(host: str, key: str | None) -> None:
         raise ConfigError(f"--host {host}: no IPv4 address or name of this machine ({error})") from None
     if any(address.is_unspecified for address in addresses):
         raise ConfigError(f"--host {host}: give the one address of this machine at which the trainer finds the servers")
+    literal = ("localhost", *map(str, addresses))
+    if host not in literal and any(address.is_loopback for address in addresses):
+        raise ConfigError(
+            f"--host {host}: is {', '.join(map(str, addresses))} on this machine, which no other one reaches; give the "
+            "address itself"
+        )
     if key is None and not all(address.is_loopback for address in addresses):
         raise ConfigError(
             f"--host {host}: without a key, everybody who reaches this address could read and replace the weights; "

@@ -1,5 +1,6 @@
 """The launcher of rollout nodes keeps its servers running and registered. Small HTTP servers stand in for SGLang."""
 
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_a3po.config import DataConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import ConfigError, RolloutError
@@ -219,13 +222,15 @@ def command(tmp_path: Path, *arguments: str) -> list[str]:
 
 
 def model_folder(tmp_path: Path) -> Path:
-    from tests.tiny_models import save_tiny_model
-
+    """As much of a model as is looked at before servers start."""
     folder = tmp_path / "model"
-    if not folder.exists():
-        save_tiny_model("qwen3_tied", folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_text("{}")
+    folder.mkdir(exist_ok=True)
+    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 24}
+    sizes |= {"num_hidden_layers": 4, "max_position_embeddings": 100, "vocab_size": 259}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **sizes}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    save_file({"weight": np.zeros(3)}, folder / "model.safetensors")
     return folder
 
 
@@ -301,18 +306,22 @@ def test_mistakes_are_told_before_anything_starts(tmp_path: Path, arguments: lis
 
 def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(host: str, *_: object) -> list[tuple[object, ...]]:
-        return [(socket.AF_INET, 0, 0, "", (address, 0)) for address in host.split("+")]
+        addresses = {"node7": "10.0.0.7", "debian": "127.0.1.1", "localhost": "127.0.0.1"}
+        return [(socket.AF_INET, 0, 0, "", (addresses.get(host, host), 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "create_server", lambda address: nullcontext())
 
-    check_host("127.0.0.1", None)
-    check_host("10.0.0.7", KEY)
-    for host in ("10.0.0.7", "127.0.0.1+10.0.0.7"):
+    for host in ("127.0.0.1", "127.0.1.1", "localhost"):
+        check_host(host, None)
+    for host in ("10.0.0.7", "node7"):
+        check_host(host, KEY)
         with pytest.raises(ConfigError, match=r"without a key, everybody.*openssl rand -hex 32.*A3PO_SERVER_KEY"):
             check_host(host, None)
     with pytest.raises(ConfigError, match="give the one address"):
         check_host("0.0.0.0", KEY)
+    with pytest.raises(ConfigError, match=r"--host debian: is 127.0.1.1 on this machine, which no other one reaches"):
+        check_host("debian", KEY)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
