@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megatron_a3po.__main__ import _parser as run_parser
-from megatron_a3po.config import RunConfig
+from megatron_a3po.config import RunConfig, known_keys
 from megatron_a3po.config.files import read_yaml
 from tools.launch_rollout_servers import _parser as launcher_parser
 
@@ -114,6 +114,7 @@ def test_the_compose_file_gives_both_commands_one_configuration() -> None:
     assert arguments("rollout", "ENTRYPOINT") == [f'["python", "{IN_IMAGE}/tools/launch_rollout_servers.py"]']
     assert torchrun == ["--standalone", "--nproc-per-node=4"] and command[len(torchrun) + 1] == "megatron_a3po"
     assert (trained.config, trained.overrides) == (served.config, served.overrides)
+    assert {override.partition("=")[0] for override in trained.overrides} <= set(known_keys())
     (default,) = re.findall(r"\$\{RECIPE:-(.*)\}", trained.config)
     assert (ROOT / "configs" / f"{default}.yaml").exists() and trained.config.startswith(f"{IN_IMAGE}/configs/")
 

@@ -135,6 +135,18 @@ def test_a_recipe_has_no_mistake_on_the_gpus_that_it_states(recipe: str, checkou
     assert config.run_dir == Path("runs") / recipe
 
 
+@pytest.mark.parametrize("recipe", SERVED_IN_FP8)
+def test_the_launcher_takes_the_fp8_folder_that_the_head_comment_names(recipe: str, checkout: Path) -> None:
+    (override,) = re.findall(r"model=models/[\w.-]+\w", head_comment(recipe))
+    stand_in(
+        described(recipe) | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        checkout / override.removeprefix("model="),
+    )
+
+    served = load_config(ROOT / "configs" / f"{recipe}.yaml", [override], {})
+    assert served.model != load(recipe)[0].model
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_tensor_and_expert_ranks_share_a_node_where_the_layout_allows_it(recipe: str, checkout: Path) -> None:
     config, _, says = load(recipe)
