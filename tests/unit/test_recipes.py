@@ -173,6 +173,21 @@ def test_the_fullest_training_rank_fits_its_gpu(recipe: str, checkout: Path) -> 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_the_expected_seconds_are_those_of_the_flops(recipe: str, checkout: Path) -> None:
+    config, architecture, says = load(recipe)
+    found = re.search(r"step of ([\d,]+) tokens per response (?:would train|trains) in (\d+) s", head_comment(recipe))
+    if config.precision == "fp8":
+        assert found is None
+        return
+    assert found
+    # The backward pass is two forward ones, and recomputation one more.
+    passes = 4 if config.actor.activation_recompute == "full" else 3
+    responses = config.rollout.prompts_per_step * config.rollout.group_size
+    flops = passes * responses * architecture.forward_flops(int(found[1].replace(",", "")))
+    assert round(flops / (says.trainers * 400e12)) == int(found[2])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_servers_have_room_for_weights_and_eight_of_the_longest_sequences(recipe: str, checkout: Path) -> None:
     config, architecture, says = load(recipe)
     ranks, latent = says.server_ranks, architecture.latent
