@@ -1,4 +1,4 @@
-"""Command line: `python -m megatron_a3po {train,evaluate,plan,report} ...`; training on several ranks under torchrun."""
+"""Command line: `python -m megatron_a3po {train,evaluate,plan,report}`; training on several ranks is under torchrun."""
 
 import argparse
 import os
