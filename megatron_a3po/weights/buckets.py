@@ -11,6 +11,8 @@ from megatron_a3po.weights.sources import PlannedPart
 
 _PIECES = 8
 """A bucket is collected in so many steps, so that what is under way takes little memory beside the buffer."""
+_MIN_PIECE_BYTES = 1 << 20
+"""Below, a step costs more than its memory is worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ def split_into_buckets(owner: int, parts: Iterable[PlannedPart], bucket_bytes: i
     buckets = []
     for group in split_by_size(parts, bucket_bytes):
         tensors = sorted((tensor for part in group for tensor in part.tensors), key=lambda spec: -spec.dtype.itemsize)
-        pieces = split_by_size(group, max(1, bucket_bytes // _PIECES))
+        pieces = split_by_size(group, max(_MIN_PIECE_BYTES, bucket_bytes // _PIECES))
         buckets.append(
             Bucket(
                 owner=owner,

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,8 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.processes import free_port
 from megatron_a3po.weights.signals import Signals
 
-_POLL_SECONDS = 0.001
+_LOOK_SECONDS = 0.005
+"""Between looks at what others say"""
 
 
 def meeting_place(url: str) -> tuple[str, int]:
@@ -60,13 +61,11 @@ def join_as_first(
 def wait_for_all(futures: Sequence[Future[Any]], signals: Signals, timeout_seconds: float) -> None:
     """Raises what the first of them raises, Stopped when another rank has failed, TimeoutError."""
     deadline = time.monotonic() + timeout_seconds
-    waiting = list(futures)
+    waiting = set(futures)
     while waiting:
-        for future in waiting:
-            if future.done():
-                future.result()
-        waiting = [future for future in waiting if not future.done()]
+        done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+        for future in done:
+            future.result()
         signals.raise_if_stopped()
         if waiting and time.monotonic() > deadline:
             raise TimeoutError(f"not complete after {timeout_seconds:g} s")
-        time.sleep(_POLL_SECONDS if waiting else 0)

@@ -11,7 +11,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from megatron_a3po.errors import PublishError
 
-_POLL_SECONDS = 0.001
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.00005, 0.001
+"""The second look comes soon, further ones ever later: what does not come at once takes long."""
 _STOP = "stop"
 
 
@@ -35,12 +36,13 @@ class Signals:
     def wait_for(self, key: str, timeout_seconds: float = math.inf, what: str = "") -> str:
         """The value that was told with `key`. Raises Stopped when something else has failed, and PublishError at the
         timeout, which says `what` failed."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline, pause = time.monotonic() + timeout_seconds, _FIRST_POLL_SECONDS
         while not self._store.check([key]):
             self.raise_if_stopped()
             if time.monotonic() > deadline:
                 raise PublishError(f"{what}: not within {timeout_seconds:g} s")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS)
         return self._store.get(key).decode()
 
     def stop(self, reason: str) -> None:

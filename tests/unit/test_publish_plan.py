@@ -233,6 +233,16 @@ def test_buckets_hold_every_tensor_once_within_their_bound_and_aligned(bucket_by
     assert [bucket.number for bucket in plan.buckets] == list(range(len(plan.buckets)))
 
 
+def test_a_bucket_is_collected_in_eight_steps_unless_it_is_so_small_that_they_would_cost_more() -> None:
+    def numbers_of_steps(tensor_bytes: int) -> list[int]:
+        tensors = [(f"t{n}", tensor_bytes, torch.uint8) for n in range(128)]
+        return [len(bucket.pieces) for bucket in one_rank(tensors, 64 * tensor_bytes).buckets]
+
+    assert numbers_of_steps(1 << 20) == [8, 8]
+    assert numbers_of_steps(1 << 15) == [2, 2]  # of 1 MiB
+    assert numbers_of_steps(1 << 10) == [1, 1]
+
+
 def test_owners_take_turns_so_that_the_others_can_prepare() -> None:
     names = {f"decoder.layers.{number}.norm.weight": (HIDDEN,) for number in range(6)}
     ranks = [
