@@ -272,7 +272,7 @@ def test_a_rollout_server_of_several_ranks_binds_each_to_a_core() -> None:
     for arguments in (["--tp-size", "3"], ["--x", "--tp", "3"], ["--tp-size=3"], ["--tensor-parallel-size", "3"]):
         assert rollout_server.server_environment(arguments)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2"
     assert rollout_server.server_environment([], "/other")["PYTHONPATH"].endswith("sgl_stand_in:/other")
-    with pytest.raises(ConfigError, match="rollout.server_arguments: argument .*'two'"):
+    with pytest.raises(ConfigError, match=r"rollout\.server_arguments: argument .*'two'"):
         rollout_server.server_environment(["--tp-size", "two"])
 
 
