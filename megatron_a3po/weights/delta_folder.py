@@ -162,10 +162,10 @@ def _update_shard(source: Path, unfinished: Path, held: str | None, shard: Publi
     """held: the checksum of the file that is there."""
     path = unfinished / shard.name
     changes = shard.changes_since(held)
-    if changes is not None and _update_file(source, path, shard, changes):
-        return
-    if held is not None:
-        logger.info("%s: the whole shard is copied, since changes do not lead to it from the one that is there", path)
+    if changes is not None:
+        if _update_file(source, path, shard, changes):
+            return
+        logger.warning("%s or a file with changes to it is damaged; the whole shard is copied", path)
     shutil.copyfile(source / shard.whole.file, path)
     if not _update_file(source, path, shard, shard.changes_since(shard.whole.checksum) or ()):
         raise PublishError(f"{source}: the files of {shard.name} are damaged; start the run again, which writes others")

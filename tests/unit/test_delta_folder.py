@@ -188,12 +188,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("density", [0.0, 0.02])
 def test_a_folder_that_is_not_what_the_changes_are_for_is_healed_by_whole_shards(
-    run: Run, local: Path, damage: str, density: float
+    run: Run, local: Path, damage: str, density: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     DAMAGES[damage](make_local_folder(run.folder, local, run.publish()[0]))
     published, _ = run.publish(density, density)
     assert contents(make_local_folder(run.folder, local, published)) == run.expected()
     assert len(list(local.iterdir())) == 1
+    assert ("damaged; the whole shard is copied" in caplog.text) == (" record" not in damage and damage != "no folder")
 
 
 def test_a_damaged_change_is_an_error_that_names_the_shard_and_never_a_version(run: Run, local: Path) -> None:
@@ -211,11 +212,11 @@ def test_a_damaged_change_is_an_error_that_names_the_shard_and_never_a_version(r
 def test_another_start_of_the_run_has_another_folder_for_the_same_version(run: Run, local: Path) -> None:
     former = make_local_folder(run.folder, local, run.publish()[0])
     again = Run(run.folder, "start_11111111")
-    again.buffers[0][5] += 1
+    (again.start / MODEL / "config.json").write_text('{"rope_theta": 1}')
     target = make_local_folder(run.folder, local, again.publish()[0])
     assert target.name != former.name and target.name[:16] == former.name[:16]
     assert [path.name for path in local.iterdir()] == [target.name]
-    assert contents(target) == again.expected() != run.expected()
+    assert contents(target) == run.expected() and "rope_theta" in (target / "config.json").read_text()
 
 
 def test_what_is_not_ours_stays_in_the_local_folder(run: Run, local: Path) -> None:
