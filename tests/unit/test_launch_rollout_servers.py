@@ -193,8 +193,8 @@ def test_a_server_that_does_not_become_ready_is_started_again(tmp_path: Path) ->
 
 def test_a_server_that_answers_without_the_key_is_ended_and_never_registered(tmp_path: Path) -> None:
     launch = Launch(tmp_path, key=KEY, asks=False)
-    with pytest.raises(RolloutError, match="answers without the key"):
-        keep_running([launch.kept], threading.Event())
+    with pytest.raises(RolloutError, match="answers without the key"), launch.kept:
+        launch.look_until_registered()
 
     assert not (launch.folder.exists() and launch.registered)
     assert not is_running(launch.servers[0].process_id)
