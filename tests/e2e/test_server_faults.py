@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_a3po.data.prompts import Prompt
-from megatron_a3po.rollout import servers as servers_module
+from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.sampler import Responses, Sampler
+from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.rollout.servers import LocalServer
 from megatron_a3po.types import Trajectory
 from megatron_a3po.weights.publisher import WeightPublisher
@@ -70,9 +70,9 @@ class Weights(OneRank):
 class Run:
     """A trainer of one rank without training."""
 
-    def __init__(self, model: Path, urls: list[str], pause_mode: str) -> None:
+    def __init__(self, model: Path, urls: list[str], pause_mode: str, name: str | None = None) -> None:
         async def build() -> ServerPool:
-            return ServerPool(urls, timeout_seconds=120.0, min_servers=1, pause_mode=pause_mode)
+            return ServerPool(urls, timeout_seconds=120.0, run=name, min_servers=1, pause_mode=pause_mode)
 
         self.model, self.weights, self.loop = model, Weights(model), EventLoopThread()
         self.pool = self.loop.run(build())
@@ -82,7 +82,12 @@ class Run:
         self.publisher: WeightPublisher = make_publisher(self.weights, self.receivers, 30.0)
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.prompt = Prompt(prompt_id="p", token_ids=tuple(tokenizer.encode("Spell this word backward: sun")))
-        self.sampler = Sampler(self.pool, tokenizer, group_size=4, max_new_tokens=LENGTH, temperature=TEMPERATURE)
+        self.sampler = Sampler(
+            self.pool,
+            tokenizer,
+            Sampling(num_samples=4, max_new_tokens=LENGTH, temperature=TEMPERATURE),
+            max_in_flight=1000,
+        )
 
     def publish(self, version: int) -> dict[str, float]:
         self.weights.version = version
@@ -132,9 +137,10 @@ class Servers:
         for server in self.both:
             self.wait(server)
 
-    def start(self, number: int, *arguments: str) -> LocalServer:
+    def start(self, number: int, *arguments: str, port: int | None = None) -> LocalServer:
         options = ["--disable-radix-cache", *arguments] if number == 1 else list(arguments)
-        return self._stack.enter_context(LocalServer(self.model, self.folder / f"server{number}.log", options))
+        server = LocalServer(self.model, self.folder / f"server{number}.log", options, port=port)
+        return self._stack.enter_context(server)
 
     def wait(self, server: LocalServer) -> None:
         wait_until(lambda: get(f"{server.url}/ready")[0] == 200, SERVER_START_SECONDS, server.describe_death)
@@ -144,10 +150,7 @@ class Servers:
 
     def restart(self, weight_version: int) -> None:
         """At the same address, with the weights of its folder under the label of other ones."""
-        port = int(self.both[1].url.rsplit(":", 1)[1])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(servers_module, "free_port", lambda: port)
-            self.both[1] = self.start(1, "--weight-version", str(weight_version))
+        self.both[1] = self.start(1, "--weight-version", str(weight_version), port=self.both[1].port)
         self.wait(self.both[1])
 
 
@@ -225,3 +228,56 @@ def test_in_place_a_server_without_radix_cache_goes_on_with_the_old_keys_and_val
     assert {int(version) for item in found for version in item.weight_versions} == {0, 1}
     run.check(run.sample(), {1})
     run.close()
+
+
+def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_back(servers: Servers) -> None:
+    urls = [server.url for server in servers.both]
+    run = Run(servers.model, urls, "retract")
+    run.publish(0)
+
+    def pause_one_in_place() -> None:
+        modes = {urls[0]: "retract", urls[1]: "in_place"}
+        run.loop.run(run.pool.for_each(lambda s: run.pool.post(s, "/pause_generation", {"mode": modes[s.url]})), 10.0)
+
+    sampling, version = [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.receivers, "pause", pause_one_in_place)
+        while not run.quarantined() and version < 6:  # until some of its requests have been running
+            sampling += run.sample()
+            version += 1
+            time.sleep(0.2 * version)
+            run.publish(version)
+    (out,) = run.pool.states.quarantined
+    assert out.url == urls[1] and "6 times in a row" in str(out.error)
+    assert len([future.result(120.0) for future in sampling]) == 8 * version
+    assert run.publish(version + 1)["server_resyncs"] == 1
+    run.check(run.sample(), {version + 1})
+    run.close()
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_has_the_server_when_it_was_killed(servers: Servers) -> None:
+    url = servers.both[0].url
+    first = Run(servers.model, [url], "retract", "/runs/first (host a, process 1)")
+    first.publish(17)
+    sampling = first.sample()
+    with pytest.raises(RolloutError, match=rf"{url}: another run.*version 17 of /runs/first \(host a, process 1\)"):
+        Run(servers.model, [url], "retract", "/runs/second (host b, process 2)")
+    assert len([future.result(120.0) for future in sampling]) == 8
+    assert first.quarantined() == [] and not first.watch.done()
+
+    async def die() -> None:
+        keeper = first.pool.states.servers[0].lease._keeper
+        assert keeper is not None
+        keeper.cancel()
+
+    first.loop.run(die(), 5.0)
+    first.watch.cancel()
+    second = Run(servers.model, [url], "retract", "/runs/second (host b, process 2)")
+    second.publish(17)
+    assert len([future.result(120.0) for future in second.sample()]) == 8
+    assert second.quarantined() == []
+    # The first goes on to sample there: the version has the same number, and is not its own.
+    with pytest.raises(RolloutError, match="17 of /runs/second"):
+        first.sample(1)[0].result(60.0)
+    for run in (first, second):
+        run.close()
