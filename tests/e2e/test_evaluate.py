@@ -63,6 +63,7 @@ def test_a_megatron_folder_is_no_model_for_a_server(model: Path, tmp_path: Path)
     for file in model.iterdir():
         if file.suffix == ".json":
             (tmp_path / "megatron" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "megatron" / "weights" / ".metadata").touch()
+    for name in (".metadata", "manifest.json"):
+        (tmp_path / "megatron" / "weights" / name).touch()
     code, output = evaluate(tmp_path / "run", tmp_path / "megatron")
     assert code == 2 and "servers read no Megatron folders" in output, output
