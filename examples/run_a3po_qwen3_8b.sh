@@ -11,15 +11,20 @@ set -euo pipefail
 script=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/run_a3po_qwen3_8b.sh
 cd "$(dirname "$script")/.."
 device=${DEVICE:-cuda}
-[ "$device" = cuda ] && environment=gpu || environment=$device
-bash tools/setup_environment.sh "$environment"
+has_gpu=$(nvidia-smi -L 2> /dev/null || true)
+bash tools/setup_environment.sh "$([ "$device" = cuda ] && [ -n "$has_gpu" ] && echo gpu || echo cpu)"
 source "${VENV:-.venv}/bin/activate"
-[[ " $* " != *" --dry-run "* ]] || exec python "$script" "$@"
+export TOKENIZERS_PARALLELISM=false
 if [ "$device" = cpu ]; then
   export CUDA_VISIBLE_DEVICES="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
-  unset PYTHONDONTWRITEBYTECODE
+  unset PYTHONDONTWRITEBYTECODE   # else every process compiles the libraries again
 fi
-export TOKENIZERS_PARALLELISM=false
+[[ " $* " != *" --dry-run "* ]] || exec python "$script" "$@"
+python "$script" --dry-run "$@" # says what is missing without torchrun's words around it
+if [ "$device" = cuda ] && [ -z "$has_gpu" ]; then
+  echo "error: there is no GPU here; on such a machine DEVICE=cpu trains a tiny model" >&2
+  exit 2
+fi
 exec torchrun --standalone --nproc-per-node 4 "$script" "$@"
 # To bash, what follows is a text that nobody reads; to Python, what is above.
 : <<'# the end' '''# '
