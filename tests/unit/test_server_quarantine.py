@@ -17,7 +17,7 @@ from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import GenerateResponse, generate_request
-from megatron_a3po.rollout.sampler import Responses, Sampler
+from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.types import TrajectoryGroup
 from tests.unit.scripted_server import (
     Action,
@@ -220,7 +220,9 @@ async def test_during_a_publication_the_publisher_decides_whether_servers_are_to
 async def test_no_group_is_lost_or_counted_twice_when_servers_fail_in_the_middle(pair: Pair) -> None:
     ledger = Ledger()
     buffer = StalenessBuffer(groups_per_batch=4, max_staleness=1, num_batches=6, ledger=ledger)
-    sampler = Sampler(pair.pool, Digits(), group_size=2, max_new_tokens=4, temperature=1.0)
+    sampler = Sampler(
+        pair.pool, Digits(), Sampling(num_samples=2, max_new_tokens=4, temperature=1.0), max_in_flight=1000
+    )
 
     async def sample(group_id: int) -> Responses:
         return await sampler.sample_group(Prompt(prompt_id=str(group_id), token_ids=(1, group_id + 2)), group_id)
