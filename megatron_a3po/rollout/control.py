@@ -15,6 +15,7 @@ from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer, version_label
 from megatron_a3po.rollout.recovery import GRACE_SECONDS
 from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 
 _FLUSHES = 6
@@ -37,6 +38,8 @@ class ServerControl:
     loop: EventLoopThread
     timeout_seconds: float
     """for one control call"""
+    find_urls: Callable[[], list[str]] = list
+    """Of servers, some of which may have come since"""
     _groups: list[str] = field(default_factory=list)
     """Names of groups that servers may be in"""
     _participants: list[Server] = field(default_factory=list)
@@ -194,6 +197,8 @@ class ServerControl:
         self.pool.case_closed = False
         self._unflushed.clear()
         if call_back != "none":
+            for url in await asyncio.wrap_future(in_background(self.find_urls, "registrations")):
+                self.pool.add(url)
             await recovery.call_back(self.pool, self._groups, at_once=call_back == "all")
         if not states.enough:
             states.fail_if_too_few()

@@ -41,7 +41,8 @@ class ServerPool:
         # Created inside the loop: aiohttp binds the session to the loop that runs then.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector)
-        self.clients = [SGLangClient(url, self._session, timeout_seconds, key) for url in urls]
+        self._make_client = lambda url: SGLangClient(url, self._session, timeout_seconds, key)
+        self.clients = list(map(self._make_client, urls))
         self.run = run
         self.states = ServerStates([Server(client, run) for client in self.clients], min_servers)
         self.pause_mode = pause_mode
@@ -49,6 +50,13 @@ class ServerPool:
         self.case_closed = False
         """A publication has failed: what fails now is a consequence, and no server is to blame for it."""
         self._find_dead = find_dead
+
+    def add(self, url: str) -> None:
+        """A server that has come since. It takes part from the next publication on that calls servers back."""
+        client = self._make_client(url)
+        if client.url not in (known.url for known in self.clients):
+            self.clients.append(client)
+            self.states.welcome(Server(client, self.run))
 
     async def wait_ready(self, timeout_seconds: float) -> list[ServerInfo]:
         """Wait until every server takes requests, have it for this run, and clear what a run that died left there.
@@ -230,11 +238,13 @@ class ServerPool:
     async def watch(self) -> None:
         """Runs until the servers are too few; then raises RolloutError, which names those that failed."""
         tasks = [asyncio.create_task(self.states.wait_until_too_few())]
-        tasks += [asyncio.create_task(self._watch(server)) for server in self.states.servers]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            while True:
+                # One for each server; those that have come since are behind the others.
+                tasks += [asyncio.create_task(self._watch(server)) for server in self.states.servers[len(tasks) - 1 :]]
+                done, _ = await asyncio.wait(tasks, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                for task in done:
+                    task.result()
         finally:
             for task in tasks:
                 task.cancel()

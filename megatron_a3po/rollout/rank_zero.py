@@ -27,7 +27,7 @@ from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.prompt_loading import load_prompts
-from megatron_a3po.rollout.registration import servers_folder
+from megatron_a3po.rollout.registration import read_registrations, servers_folder
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.pool import RewardPool
 from megatron_a3po.rollout.servers import LocalServer, server_arguments
@@ -95,7 +95,12 @@ class RankZeroRollouts:
                     "and evaluation waits behind training",
                     server.url,
                 )
-        return ServerControl(pool=self._pool, loop=self._loop, timeout_seconds=self._config.publish.timeout_seconds)
+        return ServerControl(
+            pool=self._pool,
+            loop=self._loop,
+            timeout_seconds=self._config.publish.timeout_seconds,
+            find_urls=self._registered_urls if self._config.rollout.servers == "registered" else list,
+        )
 
     def state(self) -> RolloutState:
         return self._loop.run(self._state())
@@ -152,6 +157,9 @@ class RankZeroRollouts:
             timeout_seconds=rollout.start_timeout_seconds,
             say=say,
         )
+
+    def _registered_urls(self) -> list[str]:
+        return [registration.url for registration in read_registrations(servers_folder(self._config.run_dir))]
 
     async def _build(self, urls: list[str]) -> None:
         config, rollout = self._config, self._config.rollout

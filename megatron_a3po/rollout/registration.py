@@ -44,7 +44,7 @@ def read_registrations(folder: Path) -> list[Registration]:
     """Those of the folder, in order of their URLs; a file that is none is reported and left out."""
     found = []
     for file in folder.glob("*.json"):
-        with suppress(FileNotFoundError):  # taken back meanwhile
+        with suppress(OSError):  # taken back meanwhile
             try:
                 found.append(Registration.model_validate_json(file.read_bytes()))
             except ValidationError as error:

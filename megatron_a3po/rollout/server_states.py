@@ -145,6 +145,13 @@ class ServerStates:
             self.fail_if_too_few()
         self._tell()
 
+    def welcome(self, server: Server) -> None:
+        """One more: out until a publication takes it in, as after a quarantine."""
+        server.leave(RolloutError(f"{server.url} has not taken part in a publication yet"))
+        self.servers = (*self.servers, server)
+        self._quarantined.append(server)
+        logger.info("%s is new; it takes part in the next publication", server.url)
+
     def take_back(self, server: Server, info: ServerInfo) -> None:
         server.come_back(info)
         self._quarantined.remove(server)
