@@ -65,16 +65,16 @@ def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> Non
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "one\ntwo", "schlüssel", "a\x00b"])
 def test_what_is_no_word_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ConfigError, match="holds no key.*openssl rand") as from_file:
+    with pytest.raises(ConfigError, match=r"holds no key.*openssl rand") as from_file:
         read_server_key(write_key(tmp_path, content))
-    with pytest.raises(ConfigError, match="A3PO_SERVER_KEY holds no key.*openssl rand") as from_environment:
+    with pytest.raises(ConfigError, match=r"A3PO_SERVER_KEY holds no key.*openssl rand") as from_environment:
         read_server_key(None, {"A3PO_SERVER_KEY": content})
 
     assert not content.strip() or content not in f"{from_file.value}{from_environment.value}"
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rollout.key_file = .*cannot be read"):
+    with pytest.raises(ConfigError, match=r"rollout.key_file = .*cannot be read"):
         read_server_key(tmp_path / "nothing")
 
 
@@ -101,7 +101,7 @@ async def test_a_server_that_asks_for_another_key_ends_the_wait_for_it_with_the_
     async with ScriptedServer() as server:
         asks_for_key(server, "/model_info")
         pool = ServerPool([server.url], timeout_seconds=5.0, key=key)
-        with pytest.raises(KeyRefused, match="it asks for another key; .*rollout.key_file.*A3PO_SERVER_KEY") as error:
+        with pytest.raises(KeyRefused, match=r"it asks for another key; .*rollout.key_file.*A3PO_SERVER_KEY") as error:
             await pool.wait_ready(60.0)
         await pool.close()
 
