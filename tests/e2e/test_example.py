@@ -13,7 +13,7 @@ import pytest
 from megatron_a3po.runtime.processes import free_port
 from tests.e2e.runs import ROOT, alive, descendants, environment, metrics, run_to_end, started, wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SCRIPT = "examples/run_a3po_qwen3_8b.sh"
 STEPS = 2
