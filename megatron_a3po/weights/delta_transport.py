@@ -8,20 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.output import HfOutput
-from megatron_a3po.hf.shards import Shard, shard_name
 from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, make_local_folder
 from megatron_a3po.weights.delta_followers import wait_for_followers
 from megatron_a3po.weights.delta_writer import OwnedShard, Written
+from megatron_a3po.weights.disk import FOLDER, announced_folder, shards_of
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals
-
-_FOLDER = "folder"
 
 
 class DeltaTransport:
@@ -55,10 +52,7 @@ class DeltaTransport:
             f"From now on, weights are published through files in {folder}; find out why the servers could not be "
             "reached through the network"
         )
-        number = len(plan.buckets)
-        self._shards = [
-            Shard(file_name=shard_name(bucket.number + 1, number), tensors=bucket.tensors) for bucket in plan.buckets
-        ]
+        self._shards = shards_of(plan)
         self._start = f"start_{secrets.token_hex(4)}"
         self._owned: dict[int, OwnedShard] = {}
         self._metrics: dict[str, float] = {}
@@ -68,9 +62,7 @@ class DeltaTransport:
 
     def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         """On the owner: write a bucket, or what has changed in it."""
-        folder = Path(signals.wait_for(_FOLDER))
-        if not folder.is_dir():
-            raise PublishError(f"rank {bucket.owner} does not see {folder}; publish.folder must be on shared storage")
+        folder = announced_folder(signals, bucket.owner)
         name = self._shards[bucket.number].file_name
         owned = self._owned.setdefault(bucket.number, OwnedShard(name, bucket.tensors))
         signals.tell(f"ready {bucket.number}", owned.write(folder, buffer).model_dump_json())
@@ -84,7 +76,7 @@ class DeltaTransport:
             self._receivers.pause()
         with timer.phase("publish/write"):
             self._describe(start / MODEL)
-            signals.tell(_FOLDER, str(start))
+            signals.tell(FOLDER, str(start))
             numbers = range(len(self._shards))
             written = [Written.model_validate_json(signals.wait_for(f"ready {number}")) for number in numbers]
             published = Published(version=version, start=self._start, shards=tuple(each.shard for each in written))

@@ -20,7 +20,22 @@ from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals
 
-_FOLDER = "folder"
+FOLDER = "folder"
+"""Signal of where owners write"""
+
+
+def shards_of(plan: Plan) -> list[Shard]:
+    """A file of each bucket."""
+    names = [shard_name(bucket.number + 1, len(plan.buckets)) for bucket in plan.buckets]
+    return [Shard(file_name=name, tensors=bucket.tensors) for name, bucket in zip(names, plan.buckets, strict=True)]
+
+
+def announced_folder(signals: Signals, owner: int) -> Path:
+    """Where rank 0 says that the owner shall write. Raises PublishError where it cannot."""
+    folder = Path(signals.wait_for(FOLDER))
+    if not folder.is_dir():
+        raise PublishError(f"rank {owner} does not see {folder}; publish.folder must be on shared storage")
+    return folder
 
 
 class DiskTransport:
@@ -50,19 +65,14 @@ class DiskTransport:
             f"From now on, weights are published through files in {folder}, which is slower; find out why the servers "
             "could not be reached through the network"
         )
-        number = len(plan.buckets)
-        self._shards = [
-            Shard(file_name=shard_name(bucket.number + 1, number), tensors=bucket.tensors) for bucket in plan.buckets
-        ]
+        self._shards = shards_of(plan)
 
     def prepare(self, members: Members) -> None:
         """Every server that takes part is told where to read."""
 
     def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         """On the owner: write a bucket."""
-        folder = Path(signals.wait_for(_FOLDER))
-        if not folder.is_dir():
-            raise PublishError(f"rank {bucket.owner} does not see {folder}; publish.folder must be on shared storage")
+        folder = announced_folder(signals, bucket.owner)
         shard = self._shards[bucket.number]
         with SafetensorsWriter(folder / shard.file_name, shard.tensors) as writer:
             for name, tensor in bucket.views(buffer.cpu()).items():
@@ -80,7 +90,7 @@ class DiskTransport:
             self._receivers.pause()
         with timer.phase("publish/write"):
             output.begin(self._shards)
-            signals.tell(_FOLDER, str(output.folder))
+            signals.tell(FOLDER, str(output.folder))
             for number in range(len(self._shards)):
                 # Without a timeout: how long a bucket is written depends on the storage. An owner that fails tells.
                 signals.wait_for(f"ready {number}")
