@@ -130,10 +130,12 @@ def _load(recipe: Recipe, node: Node, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"{text}\nto download what is missing:{hint}" if commands else text) from None
 
 
-def _gpus(config: RunConfig, recipe: Recipe, node: Node) -> list[str]:
-    """Those of this node that serve."""
-    number = recipe.servers_per_node * config.rollout.server_tensor_parallel
-    return [str(node.local_world_size + index) for index in range(number)]
+def _serving_gpus(config: RunConfig, recipe: Recipe, node: Node) -> list[str]:
+    """Those of this node that ranks do not use, by the names that CUDA_VISIBLE_DEVICES gives them, if it is set."""
+    first, number = node.local_world_size, recipe.servers_per_node * config.rollout.server_tensor_parallel
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(first + number)]
+    return names[first : first + number]
 
 
 def _check_gpus(config: RunConfig, node: Node) -> None:
@@ -186,7 +188,7 @@ def _environment() -> dict[str, str]:
 def _launch_command(recipe: Recipe, config: RunConfig, node: Node, overrides: Sequence[str]) -> list[str]:
     where = ["--number", str(recipe.servers_per_node)]
     if config.device == "cuda":
-        where = ["--gpus", ",".join(_gpus(config, recipe, node))]
+        where = ["--gpus", ",".join(_serving_gpus(config, recipe, node))]
     host = ["--host", node.address]
     return ["tools/launch_rollout_servers.py", "--config", recipe.config, *host, *where, *overrides]
 

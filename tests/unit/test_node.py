@@ -57,6 +57,15 @@ def test_a_dry_run_on_three_nodes(
     assert "rollouts: 12 servers" in output and "--host 10.0.0.2 --gpus 4,5,6,7" in output
 
 
+def test_servers_get_the_visible_gpus_that_training_leaves(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
+    assert run_node(RECIPE, ["--dry-run"]) == 0
+    assert "--gpus 12,13,14,15" in capsys.readouterr().out
+
+
 def test_missing_files_are_named_with_the_commands_that_bring_them(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
