@@ -27,7 +27,15 @@ RECIPE = Recipe(
 
 
 def torchrun_says(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_ADDRESS", "A3PO_SERVER_KEY"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_ADDRESS",
+        "A3PO_SERVER_KEY",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
