@@ -39,6 +39,7 @@ def torchrun_says(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)  # whatever other tests have made of it
 
 
 def test_a_dry_run_on_one_node(
