@@ -8,9 +8,10 @@
 #   torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/run_a3po_qwen3_8b.sh
 # DEVICE=cpu before any of them: the same with a tiny model, without a GPU.
 set -euo pipefail
-script=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/run_a3po_qwen3_8b.sh
+script=$(readlink -f "${BASH_SOURCE[0]}")
 cd "$(dirname "$script")/.."
 device=${DEVICE:-cuda}
+[[ "$device" =~ ^(cpu|cuda)$ ]] || { echo "error: DEVICE=$device; use cpu or cuda" >&2; exit 2; }
 has_gpu=$(nvidia-smi -L 2> /dev/null || true)
 bash tools/setup_environment.sh "$([ "$device" = cuda ] && [ -n "$has_gpu" ] && echo gpu || echo cpu)"
 source "${VENV:-.venv}/bin/activate"
@@ -64,5 +65,6 @@ TINY = Recipe(
 )
 
 os.chdir(Path(__file__).resolve().parents[1])
-end_process(run_node(TINY if os.environ.get("DEVICE") == "cpu" else QWEN3_8B, sys.argv[1:]))
+RECIPES = {"cpu": TINY, "cuda": QWEN3_8B}
+end_process(run_node(RECIPES[os.environ.get("DEVICE", "cuda")], sys.argv[1:]))
 # the end

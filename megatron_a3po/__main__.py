@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
@@ -21,7 +22,13 @@ _LET_OTHERS_SPEAK_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments on one side of an option only.
+    if hasattr(parsed, "overrides") and not any(text.startswith("-") for text in rest):
+        parsed.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return int(parsed.run(parsed))
 
 
@@ -41,18 +48,30 @@ def _parser() -> argparse.ArgumentParser:
         "model that it names (model=runs/NAME/model evaluates a trained one) or from running servers.",
     )
     _add_config(evaluate)
-    evaluate.add_argument("--name", help="of the folder in run_dir/evaluations; default: the time")
+    evaluate.add_argument("--name", type=_name, help="of the folder in run_dir/evaluations; default: the time")
     evaluate.set_defaults(run=_evaluate)
 
     plan = commands.add_parser("plan", help="check a configuration, and say what would run, and in how much memory")
     _add_config(plan)
-    plan.add_argument("--ranks", type=int, required=True, help="that torchrun would start, on all nodes together")
+    plan.add_argument("--ranks", type=_positive, required=True, help="that torchrun would start, on all nodes together")
     plan.set_defaults(run=_plan)
 
     report = commands.add_parser("report", help="write report.html of a run that goes on or was interrupted")
     report.add_argument("run_dir", type=Path, help="folder of the run")
     report.set_defaults(run=_report)
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]*\w[\w.-]*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name; use letters, digits, `_`, `-` and `.`")
+    return text
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_files import has_megatron_weights
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.rollout.evaluator import DatasetResult
+from megatron_a3po.rollout.evaluator import EVALUATIONS, SUMMARY, DatasetResult
 from megatron_a3po.rollout.rank_zero import RankZeroRollouts
 from megatron_a3po.runtime.logging import logger
 
@@ -20,7 +20,11 @@ def evaluate(config: RunConfig, name: str) -> list[DatasetResult]:
             f"model = {str(config.model)!r}: servers read no Megatron folders; give the Hugging Face folder, which "
             "tools/convert_megatron_to_hf.py makes of it"
         )
-    with RankZeroRollouts(config) as rollouts:
+    folder = config.run_dir / EVALUATIONS / name
+    if (folder / SUMMARY).exists():
+        raise ConfigError(f"{folder} holds an evaluation already; choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    with RankZeroRollouts(config, data_folder=folder) as rollouts:
         rollouts.connect(logger.info)
         version = rollouts.adopt_weights()
         logger.info("evaluating %s", config.model if is_local else f"version {version}, which the servers hold")

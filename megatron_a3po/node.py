@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_a3po.__main__ import main as run_command
 from megatron_a3po.config import RunConfig, load_architecture, load_config
 from megatron_a3po.config.describe import describe_run
+from megatron_a3po.config.model_files import has_megatron_weights
 from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.errors import A3poError, ConfigError
 from megatron_a3po.rollout.launcher import check_host
@@ -80,7 +81,7 @@ class Node:
 
 def run_node(recipe: Recipe, arguments: Sequence[str]) -> int:
     """The program of one rank; returns its exit code. `arguments`: of the command line."""
-    parsed = _parser(recipe).parse_args(arguments)
+    parsed = _parser(recipe).parse_intermixed_args(arguments)
     node = Node.from_environment(recipe)
     overrides = [
         f"model={recipe.model}",
@@ -95,6 +96,7 @@ def run_node(recipe: Recipe, arguments: Sequence[str]) -> int:
         _check_gpus(config, node)
         if config.model == Path(recipe.model):
             _make_once({recipe.megatron_model: _conversion(recipe)}, node)
+            _check_converted(recipe)
             overrides.append(f"model={recipe.megatron_model}")
         launch = _launch_command(recipe, config, node, overrides)
         if node.local_rank == 0:
@@ -122,12 +124,26 @@ def _parser(recipe: Recipe) -> argparse.ArgumentParser:
 def _load(recipe: Recipe, node: Node, overrides: Sequence[str]) -> RunConfig:
     """Raises ConfigError, with the commands that bring what is missing."""
     try:
-        return load_config(recipe.config, overrides, {"WORLD_SIZE": str(node.world_size)})
+        config = load_config(recipe.config, overrides, {"WORLD_SIZE": str(node.world_size)})
     except ConfigError as error:
         text = str(error)
         commands = [command for path, command in recipe.downloads.items() if path in text and not Path(path).exists()]
         hint = "".join(f"\n  {command}" for command in commands)
         raise ConfigError(f"{text}\nto download what is missing:{hint}" if commands else text) from None
+    number = recipe.servers_per_node * node.num_nodes
+    if config.rollout.servers != "registered" or config.rollout.num_servers != number:
+        raise ConfigError(
+            f"this program starts {recipe.servers_per_node} servers on each node, which register: rollout.servers must "
+            f"be `registered`, and rollout.num_servers {number}; with other servers start "
+            "`python -m megatron_a3po train`, as docs/production.md tells"
+        )
+    return config
+
+
+def _check_converted(recipe: Recipe) -> None:
+    folder = Path(recipe.megatron_model)
+    if folder.exists() and not has_megatron_weights(folder):
+        raise ConfigError(f"{folder} is there, but holds no Megatron weights; remove it, and it is made again")
 
 
 def _serving_gpus(config: RunConfig, recipe: Recipe, node: Node) -> list[str]:
@@ -226,16 +242,14 @@ def _dry_run(recipe: Recipe, node: Node, overrides: Sequence[str]) -> int:
     for line in _placement(recipe, node):
         print(line)
     for path, command in recipe.made.items():
-        print(f"first: {'there is' if Path(path).exists() else f'python {shlex.join(command)} makes'} {path}")
+        print(_first(path, command))
     if not all(Path(path).exists() for path in recipe.made):
         print("the rest cannot be checked before these are made")
         return 0
     config = _load(recipe, node, overrides)
     if config.model == Path(recipe.model):
-        there = (
-            "there is" if Path(recipe.megatron_model).exists() else f"python {shlex.join(_conversion(recipe))} makes"
-        )
-        print(f"first: {there} {recipe.megatron_model}")
+        _check_converted(recipe)
+        print(_first(recipe.megatron_model, _conversion(recipe)))
     for line in describe_run(config, load_architecture(config.model), node.world_size):
         print(line)
     print(f"on each node: python {shlex.join(_launch_command(recipe, config, node, overrides))}")
@@ -244,8 +258,12 @@ def _dry_run(recipe: Recipe, node: Node, overrides: Sequence[str]) -> int:
         _check_gpus(config, node)
     except ConfigError as error:
         print(f"not checked, for want of GPUs here: {error}")
-    print("nothing is wrong with the configuration, the model's folder and the datasets")
+    print("nothing is wrong with the configuration and the model's folder; datasets are read when the run starts")
     return 0
+
+
+def _first(path: str, command: Sequence[str]) -> str:
+    return f"first: {'there is' if Path(path).exists() else f'python {shlex.join(command)} makes'} {path}"
 
 
 def _placement(recipe: Recipe, node: Node) -> Iterator[str]:

@@ -64,11 +64,14 @@ def _shares(config: RunConfig, parsed: argparse.Namespace) -> Sequence[Sequence[
     if config.device == "cpu":
         if parsed.gpus is not None:
             raise ConfigError("--gpus: `device: cpu` starts servers on the CPU; give --number instead")
-        return [None] * (1 if parsed.number is None else max(1, parsed.number))
+        if parsed.number is not None and parsed.number < 1:
+            raise ConfigError(f"--number {parsed.number}: start at least one server")
+        return [None] * (parsed.number or 1)
     if parsed.number is not None:
         raise ConfigError("--number: the GPUs and rollout.server_tensor_parallel say how many servers there are")
     return share_gpus(
-        _visible_gpus() if parsed.gpus is None else parsed.gpus.split(","), config.rollout.server_tensor_parallel
+        _visible_gpus() if parsed.gpus is None else [name for name in parsed.gpus.split(",") if name],
+        config.rollout.server_tensor_parallel,
     )
 
 

@@ -94,7 +94,7 @@ def open_workbench(folder: Path) -> Workbench:
     return Workbench(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         tokenizer=tokenizer,
-        prompts=load_prompts(load_config(CONFIG_FILE, [f"model={folder}"], environment={}), tokenizer),
+        prompts=load_prompts(load_config(CONFIG_FILE, [f"model={folder}"], environment={}), tokenizer, folder),
         weights=digest(folder),
     )
 

@@ -2,7 +2,7 @@
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.data.prompts import PromptSet
-from megatron_a3po.rollout.evaluator import Evaluator
+from megatron_a3po.rollout.evaluator import EVALUATIONS, Evaluator
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.pool import PoolSettings
@@ -54,4 +54,4 @@ def make_evaluator(config: RunConfig, prompts: PromptSet, sampler: Sampler, rewa
         max_new_tokens=chosen.max_new_tokens or training.max_new_tokens,
         temperature=training.temperature if chosen.temperature is None else chosen.temperature,
     )
-    return Evaluator(prompts.evaluation, sampler, rewarder, sampling, config.run_dir / "evaluations")
+    return Evaluator(prompts.evaluation, sampler, rewarder, sampling, config.run_dir / EVALUATIONS)

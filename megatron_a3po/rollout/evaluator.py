@@ -15,6 +15,9 @@ from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import FinishReason
 
+EVALUATIONS = "evaluations"
+"""Below the run's folder"""
+SUMMARY = "summary.json"
 _HEARTBEAT_SECONDS = 20.0
 
 
@@ -80,7 +83,7 @@ class Evaluator:
         """Writes `folder/name/samples.jsonl`, and `summary.json` when all is done. Raises RolloutError, RewardError."""
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").unlink(missing_ok=True)
+        (folder / SUMMARY).unlink(missing_ok=True)
         results = []
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for dataset, prompts in self._datasets.items():
@@ -92,7 +95,7 @@ class Evaluator:
                     file.writelines(json.dumps(record) + "\n" for record in _records(dataset, responses))
                 results.append(_summarize(dataset, len(prompts), scored, time.monotonic() - start))
         summary = {"sampling": asdict(self._sampling), "datasets": [asdict(result) for result in results]}
-        write_durably(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_durably(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         return results
 
 

@@ -1,5 +1,6 @@
 """From the configuration to the prompts of a run."""
 
+from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config import Columns, DataConfig, RunConfig
@@ -12,9 +13,9 @@ from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import DataError
 
 
-def load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
+def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
     """The prompts of a task or of a dataset, and those of evaluations, all of which the model and the microbatches have
-    room for.
+    room for. `folder`: gets the list of bad rows, and what knows the dataset again.
 
     Raises DataError.
     """
@@ -34,7 +35,7 @@ def load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
             seed=data.seed,
             prompt_pattern=data.prompt_pattern,
             num_held_out=data.num_held_out,
-            evaluation=load_evaluation(evaluation, run_dir=config.run_dir, seed=data.seed, limits=limits),
+            evaluation=load_evaluation(evaluation, run_dir=folder, seed=data.seed, limits=limits),
             encoder=make_encoder(data, tokenizer),
             order_seed=config.seed,
             max_prompt_tokens=limits.max_prompt_tokens,
@@ -45,7 +46,7 @@ def load_prompts(config: RunConfig, tokenizer: Any) -> PromptSet:
     return load_dataset(
         DatasetFiles(path=data.path, split=data.split, columns=data.columns, encoder=encoder),
         evaluation,
-        run_dir=config.run_dir,
+        run_dir=folder,
         num_held_out=data.num_held_out,
         seed=data.seed,
         order_seed=config.seed,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -41,10 +42,11 @@ _HEARTBEAT_SECONDS = 20.0
 class RankZeroRollouts:
     """The rollouts where they are made: prompts, servers, collector, ledger. A context manager."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, data_folder: Path | None = None) -> None:
+        """`data_folder`: gets what is left of reading the datasets; None: the run's."""
         self._config = config
         self._tokenizer = AutoTokenizer.from_pretrained(config.model)
-        self._prompts = load_prompts(config, self._tokenizer)
+        self._prompts = load_prompts(config, self._tokenizer, data_folder or config.run_dir)
         self.ledger = Ledger()
         self._stack = ExitStack()
         self._started = False

@@ -86,6 +86,28 @@ def test_missing_files_are_named_with_the_commands_that_bring_them(
         assert "1 mistake" in output and output.endswith("to download what is missing:\n  bring the data\n")
 
 
+@pytest.mark.parametrize("override", ["rollout.servers=local", "rollout.num_servers=2", "rollout.servers=[http://a:1]"])
+def test_other_servers_than_those_that_it_starts_are_refused(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    torchrun_says(monkeypatch)
+    for arguments in (["--dry-run", override], [override]):
+        assert run_node(RECIPE, arguments) == 2
+        output = capsys.readouterr().out
+        assert "rollout.num_servers 4; with other servers" in output or "in the configuration" in output
+
+
+def test_a_folder_that_is_no_conversion_is_refused(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    (checkout / "models" / "Qwen3-8B-megatron").mkdir()
+    for arguments in (["seed=1", "--dry-run", "seed=2"], []):
+        assert run_node(RECIPE, arguments) == 2
+        assert "Qwen3-8B-megatron is there, but holds no Megatron weights; remove it" in capsys.readouterr().out
+
+
 def test_a_node_with_too_few_gpus_is_refused(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +122,8 @@ def test_several_nodes_need_a_key(
     torchrun_says(monkeypatch, RANK=0, LOCAL_RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
     monkeypatch.setattr("socket.gethostbyname", lambda name: _own_address())
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    (checkout / "models" / "Qwen3-8B-megatron").mkdir()
+    (checkout / "models" / "Qwen3-8B-megatron" / "weights").mkdir(parents=True)
+    (checkout / "models" / "Qwen3-8B-megatron" / "weights" / ".metadata").touch()
     if _own_address().startswith("127."):
         pytest.skip("this machine has no address that others reach")
     assert run_node(RECIPE, []) == 2

@@ -1,0 +1,49 @@
+"""The command line: what it takes, and what it refuses before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_a3po.__main__ import main
+from megatron_a3po.config import RunConfig
+from megatron_a3po.errors import ConfigError
+from megatron_a3po.evaluate import evaluate
+from tests.unit.test_recipes import checkout as checkout
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ["plan", "--config", str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml")]
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "num_steps=70", "--ranks", "4", "rollout.group_size=4"]) == 0
+    output = capsys.readouterr().out
+    assert "run: 70 steps" in output and "128 prompts x 4 responses" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*PLAN, "--ranks", "0"], "0 is not a whole number above 0"),
+        ([*PLAN, "--ranks", "-4"], "-4 is not a whole number above 0"),
+        ([*PLAN, "--ranks", "4", "--rank", "3", "--no-such"], "unrecognized arguments: --no-such"),
+        (["evaluate", "--config", "f", "--name", "a/../b"], "'a/../b' is no name; use letters"),
+        (["evaluate", "--config", "f", "--name", ".."], "'..' is no name; use letters"),
+        (["report", "folder", "seed=1"], "unrecognized arguments: seed=1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_evaluation_is_not_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "evaluations" / "step_00000020"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({}))
+    config = RunConfig.model_validate(
+        {"model": tmp_path, "run_dir": tmp_path / "run", "num_steps": 1, "data": {"task": "spell_backward"}}
+    )
+    with pytest.raises(ConfigError, match="step_00000020 holds an evaluation already; choose another name"):
+        evaluate(config, "step_00000020")
