@@ -66,5 +66,7 @@ TINY = Recipe(
 
 os.chdir(Path(__file__).resolve().parents[1])
 RECIPES = {"cpu": TINY, "cuda": QWEN3_8B}
-end_process(run_node(RECIPES[os.environ.get("DEVICE", "cuda")], sys.argv[1:]))
+if (device := os.environ.get("DEVICE", "cuda")) not in RECIPES:
+    sys.exit(f"error: DEVICE={device}; use cpu or cuda")
+end_process(run_node(RECIPES[device], sys.argv[1:]))
 # the end
