@@ -28,8 +28,8 @@ MAY_CHANGE = (
 """Keys that a resumed run may have changed: where and how fast it runs and what it reports, not what it learns."""
 
 
-class RunDirLock:
-    """Holds `run_dir/lock` until `release`, or else until the process has ended."""
+class FolderLock:
+    """Holds a file of the folder until `release`, or else until the process has ended."""
 
     def __init__(self, descriptor: int) -> None:
         # A number and no file object: nothing releases the lock because a variable went out of scope.
@@ -43,8 +43,15 @@ class RunDirLock:
             self._descriptor = None
 
 
-def lock_run_dir(run_dir: Path) -> RunDirLock:
-    """Take the folder for this process. Raises ConfigError while another one has it.
+def lock_run_dir(run_dir: Path) -> FolderLock:
+    """Take the folder for this process. Raises ConfigError while another one has it."""
+    return lock_folder(run_dir, "run_dir", "lock")
+
+
+def lock_folder(folder: Path, key: str, file_name: str) -> FolderLock:
+    """Take the folder, of which `key` of the configuration tells, for this process; `file_name` in it is the lock.
+
+    Raises ConfigError while another process has it, and where it cannot be locked.
 
     The lock is the kernel's (flock), so it ends with its process, however that one ends; the file stays, and what it
     says (`host NAME, process ID`) is for the message only. Children made by fork share the lock and keep it while they
@@ -52,28 +59,25 @@ def lock_run_dir(run_dir: Path) -> RunDirLock:
     mount says `local_lock`; after the crash of a whole host the server keeps it until the lease is over (minutes). On
     a filesystem without locks the run goes on with a warning.
     """
-    file = run_dir / "lock"
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / file_name, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(
-            f"run_dir = {run_dir}: cannot be locked ({error}); give another one (`run_dir=...`)"
-        ) from None
+        raise ConfigError(f"{key} = {folder}: cannot be locked ({error}); give another one (`{key}=...`)") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "its process is not known"
         os.close(descriptor)
         raise ConfigError(
-            f"run_dir = {run_dir}: a run that is still alive has this folder ({holder}); wait for its end, end it, or "
-            "give another folder (`run_dir=...`)"
+            f"{key} = {folder}: a run that is still alive has this folder ({holder}); wait for its end, end it, or "
+            f"give another folder (`{key}=...`)"
         ) from None
     except OSError as error:
-        logger.warning("%s: no lock on this filesystem (%s): start no second run on this folder", run_dir, error)
+        logger.warning("%s: no lock on this filesystem (%s): start no second run on this folder", folder, error)
     with suppress(OSError):  # on a full disk the lock holds without its text
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
-    return RunDirLock(descriptor)
+    return FolderLock(descriptor)
 
 
 def refuse_used_run_dir(run_dir: Path) -> None:
@@ -89,7 +93,7 @@ def holds_run(run_dir: Path) -> bool:
     return (run_dir / CONFIG_FILE).exists()
 
 
-def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) -> RunDirLock:
+def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) -> FolderLock:
     """Lock the folder and store the configuration in it as `config.resolved.yaml`. For rank 0.
 
     Without `resume` the folder must not hold a run. With it, a run that is there must have been the same but for the

@@ -6,10 +6,12 @@ FOLDER/start_5f1c09aa/                          of one start of the run
     model-00001-of-00002.0.whole.safetensors    a shard, so that nothing but this folder is needed
     model-00001-of-00002.1.delta.safetensors    what has changed in it since, see delta.py
 FOLDER/followers/HOST                           the folder that the machine holds, below its LOCAL
+FOLDER/publish.lock                             held by the run that publishes
 
 LOCAL/version_00000018_9f86d081884c/            for the servers; the name tells the version and the bytes
     .published.json                             what it was made from
 LOCAL/.version_..._....unfinished/              while it is made of the version before; of no use if that is interrupted
+LOCAL/delta.lock                            held by the process that makes these
 """
 
 import hashlib
@@ -32,6 +34,7 @@ from megatron_a3po.hf.output import sync_tree
 from megatron_a3po.hf.safetensors_format import DamagedFile, read_header
 from megatron_a3po.runtime.durable import sync_folder, write_durably
 from megatron_a3po.runtime.logging import logger
+from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
 from megatron_a3po.weights.delta import Delta, apply_delta
 
 MODEL = "model"
@@ -124,11 +127,19 @@ def checksum(header: bytes, data: torch.Tensor) -> str:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
+def lock_local(local: Path) -> FolderLock:
+    """Take LOCAL for this process, for `make_local_folder`. Raises ConfigError while another one makes folders there,
+    and OSError."""
+    local.mkdir(parents=True, exist_ok=True)
+    return lock_folder(local, "publish.delta_folder", "delta.lock")
+
+
 def make_local_folder(folder: Path, local: Path, published: Published) -> Path:
     """LOCAL/version_..., by changes to the version that is there, and from whole shards where it cannot be; returns it.
 
-    Every byte is checked, also of a folder that is there. Raises PublishError for damaged files in `folder`, and
-    OSError, also when these are replaced by those of a later version meanwhile.
+    Versions of other starts are removed from LOCAL, which must be this process's (`lock_local`). Every byte is checked,
+    also of a folder that is there. Raises PublishError for damaged files in `folder`, and OSError, also when these are
+    replaced by those of a later version meanwhile.
     """
     target = local / published.folder_name
     unfinished = local / f".{target.name}.unfinished"

@@ -12,14 +12,16 @@ from pathlib import Path
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.weights.delta_folder import PUBLISHED, Published, make_local_folder, read_published
+from megatron_a3po.weights.delta_folder import PUBLISHED, Published, lock_local, make_local_folder, read_published
 
 _FOLLOWERS = "followers"
 _POLL_SECONDS = 0.1
 
 
 def follow(folder: Path, local: Path, host: str, keep_on: Callable[[], bool] = lambda: True) -> None:
-    """Make every version that is published in `folder` a folder below `local`. Raises PublishError and OSError."""
+    """Make every version that is published in `folder` a folder below `local`. Raises ConfigError while another process
+    does that there, PublishError and OSError."""
+    lock = lock_local(local)
     note = folder / _FOLLOWERS / host
     note.parent.mkdir(parents=True, exist_ok=True)
     held = ""
@@ -40,6 +42,7 @@ def follow(folder: Path, local: Path, host: str, keep_on: Callable[[], bool] = l
             time.sleep(_POLL_SECONDS)
     finally:
         note.unlink(missing_ok=True)
+        lock.release()
 
 
 def wait_for_followers(

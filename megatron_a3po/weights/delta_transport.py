@@ -10,12 +10,13 @@ from torch import Tensor
 
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.run_dir import FolderLock
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, make_local_folder
+from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
 from megatron_a3po.weights.delta_followers import wait_for_followers
 from megatron_a3po.weights.delta_writer import OwnedShard, Written
-from megatron_a3po.weights.disk import FOLDER, announced_folder, shards_of
+from megatron_a3po.weights.disk import FOLDER, announced_folder, lock_published, shards_of
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals
@@ -56,6 +57,7 @@ class DeltaTransport:
         self._start = f"start_{secrets.token_hex(4)}"
         self._owned: dict[int, OwnedShard] = {}
         self._metrics: dict[str, float] = {}
+        self._locks: list[FolderLock] = []
 
     def prepare(self, members: Members) -> None:
         """Every server that takes part is told where to read."""
@@ -70,6 +72,7 @@ class DeltaTransport:
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read their machine's folder when it holds the version."""
         assert self._receivers is not None
+        self._take_folders()
         folder = self._folder.resolve()
         start = folder / self._start
         if self._pause_first:
@@ -101,9 +104,18 @@ class DeltaTransport:
 
     def close(self) -> None:
         """The last version stays."""
+        for lock in self._locks:
+            lock.release()
 
     def abandon(self) -> None:
         """Nothing is left open at the servers."""
+
+    def _take_folders(self) -> None:
+        """Unless they are taken already. Raises ConfigError."""
+        if not self._locks:
+            self._locks.append(lock_published(self._folder))
+        if not self._followed and len(self._locks) == 1:
+            self._locks.append(lock_local(self._local))
 
     def _describe(self, target: Path) -> None:
         if not target.is_dir():

@@ -1,6 +1,7 @@
 """Publication through files: a Hugging Face folder of each version, which every server reads.
 
 FOLDER/version_00000017/     of the last version, until the next one is published
+FOLDER/publish.lock          held by the run that publishes
 """
 
 import shutil
@@ -14,6 +15,7 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
 from megatron_a3po.hf.shards import Shard, shard_name
+from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import Plan
@@ -36,6 +38,12 @@ def announced_folder(signals: Signals, owner: int) -> Path:
     if not folder.is_dir():
         raise PublishError(f"rank {owner} does not see {folder}; publish.folder must be on shared storage")
     return folder
+
+
+def lock_published(folder: Path) -> FolderLock:
+    """Take `publish.folder` for this run, whose publications remove what is not theirs. Raises ConfigError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return lock_folder(folder, "publish.folder", "publish.lock")
 
 
 class DiskTransport:
@@ -66,6 +74,7 @@ class DiskTransport:
             "could not be reached through the network"
         )
         self._shards = shards_of(plan)
+        self._lock: FolderLock | None = None
 
     def prepare(self, members: Members) -> None:
         """Every server that takes part is told where to read."""
@@ -82,6 +91,7 @@ class DiskTransport:
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read the folder when all owners have written to it."""
         assert self._receivers is not None
+        self._lock = self._lock or lock_published(self._folder)
         target = (self._folder / f"version_{version:08d}").resolve()
         output = HfOutput(
             target=target, source=self._model, quantization_config=self._quantization_config, replace=True
@@ -108,6 +118,8 @@ class DiskTransport:
 
     def close(self) -> None:
         """The last version stays: servers that start again can be pointed to it."""
+        if self._lock is not None:
+            self._lock.release()
 
     def abandon(self) -> None:
         """Nothing is left open at the servers."""

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_a3po.errors import PublishError
+from megatron_a3po.errors import ConfigError, PublishError
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.weights.delta import as_words
@@ -303,6 +303,13 @@ def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_
         assert contents(target) == run.expected(), number
         assert [path.name for path in target.parent.iterdir()] == [target.name]
     assert seen == {former.name, published.folder_name}
+
+
+def test_a_folder_has_one_follower_at_a_time(run: Run, local: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"publish\.delta_folder = {local}: .*alive.* give another folder"):
+        follow(run.folder, local, "node1", keep_on=lambda: bool(follow(run.folder, local, "node2", lambda: False)))
+    assert not list((run.folder / "followers").iterdir())
+    follow(run.folder, local, "node2", lambda: False)
 
 
 def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_not_come(

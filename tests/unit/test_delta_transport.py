@@ -1,6 +1,8 @@
 """Versions as changes from a publisher to scripted servers, against what the published tensors were."""
 
 import json
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +56,10 @@ class Setting:
         return sorted(path.name for path in self.folder.glob("start_*/*.safetensors"))
 
 
+def versions_in(local: Path) -> list[str]:
+    return [path.name for path in local.iterdir() if path.name != "delta.lock"]
+
+
 @contextmanager
 def publishing(model: Path, *, followed: bool = False, number: int = 1) -> Iterator[Setting]:  # noqa: F811
     weights = {f"t{number}": torch.randn(3000).bfloat16() for number in range(3)}
@@ -99,7 +105,7 @@ def test_servers_read_folders_that_are_made_of_few_written_bytes(model: Path) ->
             setting.change(5, 600, version)
             metrics.append(setting.publisher.publish(version))
             setting.check()
-            assert [path.name for path in setting.local.iterdir()] == [setting.server_folder().name]
+            assert versions_in(setting.local) == [setting.server_folder().name]
         assert setting.servers[0].version == "3"
         files = setting.files()
     names = {path.name for path in setting.server_folder().iterdir()}
@@ -128,7 +134,26 @@ def test_nothing_stays_of_earlier_versions_and_starts_that_the_last_one_does_not
                 setting.check()
             assert [name.split(".", 1)[1] for name in setting.files()] == ["2.whole.safetensors"] * 3
             assert len(list(setting.folder.glob("start_*"))) == 1
-            assert len(list(setting.local.iterdir())) == 1
+            assert len(versions_in(setting.local)) == 1
+
+
+@pytest.mark.parametrize("shared", ["published", "local"])
+def test_a_second_run_on_a_folder_of_the_first_is_refused_and_removes_nothing(model: Path, shared: str) -> None:  # noqa: F811
+    key = {"published": "publish.folder", "local": "publish.delta_folder"}[shared]
+    other = model.parent / "other"
+    other.mkdir()
+    shutil.copytree(model, other / "model")
+    (other / shared).symlink_to(model.parent / shared)
+    with publishing(model) as first, publishing(other / "model") as second:
+        first.publisher.publish(0)
+        refused = rf"{key} = {other / shared}: .* process {os.getpid()}\).*another folder \(`{key}=\.\.\.`\)"
+        with pytest.raises(PublishError, match=refused):
+            second.publisher.publish(0)
+        assert "/pause_generation" not in second.servers[0].paths()
+        first.check()
+        first.change(1)
+        first.publisher.publish(1)
+        first.check()
 
 
 def test_a_version_that_failed_half_written_is_made_up_for_by_the_next(model: Path) -> None:  # noqa: F811

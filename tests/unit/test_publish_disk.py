@@ -84,8 +84,9 @@ def test_every_server_is_told_of_a_folder_with_the_models_tensors_and_only_the_l
         "load_format": "auto",
     }
     assert [server.version for server in servers] == ["2", "2"]
-    assert paths == ["/pause_generation", FROM_DISK, "/weights_checker", "/continue_generation"] * 3
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    steps = ["/pause_generation", "/update_weight_version", FROM_DISK, "/weights_checker", "/continue_generation"]
+    assert paths == steps * 3
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, "publish.lock"}
     assert {path.name for path in folder.iterdir()} > {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     found = read(folder)
     assert found.keys() == weights.keys()
@@ -103,6 +104,19 @@ def test_a_server_that_cannot_read_the_folder_is_an_error_with_its_words(model: 
         ):
             publisher.publish(0)
         assert "/continue_generation" not in server.paths()
+
+
+def test_a_second_run_on_the_folder_is_refused_until_the_first_has_ended(model: Path) -> None:
+    with serve(None, None) as servers, control(servers[0].url) as ours, control(servers[1].url) as others:
+        with through_disk(OneRank(some_tensors, 1000), ours, model) as first:
+            first.publish(7)
+            second = through_disk(OneRank(some_tensors, 1000), others, model)
+            with pytest.raises(
+                PublishError, match=r"publish\.folder = .*/published: .*alive.*`publish\.folder=\.\.\.`"
+            ):
+                second.publish(0)
+            assert read(model.parent / "published" / "version_00000007").keys() == dict(some_tensors()).keys()
+        assert second.publish(0)["published_bytes"] > 0
 
 
 def test_after_a_failed_group_weights_go_through_files_and_stay_there(
