@@ -6,18 +6,22 @@ On a command line the key would be seen by everybody, and SGLang 0.5.23 writes i
 import os
 import sys
 from collections.abc import Sequence
-
-from sglang.launch_server import run_server
-from sglang.srt.plugins import load_plugins
-from sglang.srt.sampling.watermarking import core as redaction
-from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.utils import kill_process_tree
-from sglang.srt.utils.common import build_server_info
+from typing import TYPE_CHECKING
 
 from megatron_a3po.config.server_key import KEY_VARIABLE
+from megatron_a3po.runtime.keeper import start_keeper
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 
 def main(arguments: Sequence[str]) -> None:
+    start_keeper()  # SGLang starts threads, and processes that end with it only once they have imported everything
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
     key = os.environ.pop(KEY_VARIABLE, None)  # the processes of the server inherit the rest
     load_plugins()
     server_args = prepare_server_args(list(arguments))
@@ -29,8 +33,11 @@ def main(arguments: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _protect(server_args: ServerArgs, key: str) -> None:
+def _protect(server_args: "ServerArgs", key: str) -> None:
     """Have all endpoints but those of health ask for the key, and SGLang hide it as it hides keys of watermarks."""
+    from sglang.srt.sampling.watermarking import core as redaction
+    from sglang.srt.utils.common import build_server_info
+
     server_args.api_key = key
     redaction.WATERMARK_SECRET_FIELD_NAMES |= {"api_key"}
     server_args.resolve_once()

@@ -18,6 +18,7 @@ from megatron_a3po.config import RolloutConfig
 from megatron_a3po.config.model_files import has_megatron_weights
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.cpu import rollout_server
+from megatron_a3po.runtime.keeper import group_members
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
 _END_SECONDS = 10.0
@@ -87,11 +88,11 @@ class LocalServer:
     ) -> None:
         assert self._process is not None
         # At SIGTERM SGLang takes seven seconds to drain, and a server that is no longer needed has nothing to save.
-        shared_memory = {path for process in _group(self.process_id) for path in _shared_memory(process)}
+        shared_memory = {path for process in group_members(self.process_id) for path in _shared_memory(process)}
         with suppress(ProcessLookupError):
             os.killpg(self.process_id, signal.SIGKILL)
         deadline = time.monotonic() + _END_SECONDS
-        while _group(self.process_id) and time.monotonic() < deadline:
+        while group_members(self.process_id) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._process.poll()
         for path in shared_memory:
@@ -126,19 +127,6 @@ class LocalServer:
         return environment
 
 
-def _group(group: int) -> list[psutil.Process]:
-    """The processes of the server's own session, schedulers included, which may outlive a server that somebody killed.
-
-    Without those that have ended and that nobody collects, as in containers whose first process is no init.
-    """
-    members = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-    return members
-
-
 def _shared_memory(process: psutil.Process) -> list[Path]:
     """The named shared memory that a process has open, and that nobody removes once it is killed."""
     with suppress(psutil.Error):
@@ -147,5 +135,5 @@ def _shared_memory(process: psutil.Process) -> list[Path]:
 
 
 def _die_with_parent() -> None:
-    # SIGKILL, since the parent can no longer look after a slow end. SGLang's own children die with theirs.
+    # SIGKILL, since the parent can no longer look after a slow end. The keeper of `serve` ends SGLang's own children.
     die_with_parent(signal.SIGKILL)

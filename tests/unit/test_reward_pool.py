@@ -272,6 +272,16 @@ async def test_no_worker_is_left_when_the_pool_is_closed(open_pool: Callable[...
     assert not is_alive(int(scorer)) and workers() == []
 
 
+async def test_no_worker_is_told_the_key_of_the_servers(
+    open_pool: Callable[..., RewardPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A3PO_SERVER_KEY", "5ec2e7")
+    await open_pool("process").ready()
+
+    (worker,) = workers()
+    assert "5ec2e7" not in worker.environ().values()
+
+
 async def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_a3po.rollout import servers as servers_module
 from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.runtime.keeper import group_members
 
 ROOT = Path(__file__).parents[2]
 
@@ -135,6 +136,55 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
         process.wait()
 
     wait_until(lambda: not is_running(server_id), timeout_seconds=3.0)
+
+
+# An SGLang whose import starts a process that does not end with its parent; both write their process ids down.
+SLOW_IMPORT = """
+import os, sys, time
+os.fork()
+with open({ids!r}, "a") as file:
+    file.write(f"{{os.getpid()}}\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("killed", ["the run", "the server"])
+def test_processes_of_a_server_that_is_still_importing_end_with_it(tmp_path: Path, killed: str) -> None:
+    ids_file = tmp_path / "ids"
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(SLOW_IMPORT.format(ids=str(ids_file)))
+    run = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from megatron_a3po.rollout.servers import LocalServer
+
+        with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r})) as server:
+            Path({str(tmp_path / "id")!r}).write_text(str(server.process_id))
+            time.sleep(60)
+    """)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = subprocess.Popen([sys.executable, "-c", run], env=environment)
+    try:
+        wait_until(lambda: len(written_ids(ids_file)) == 2, timeout_seconds=30.0)
+        (server_id,) = written_ids(tmp_path / "id")
+        ids = [member.pid for member in group_members(server_id)]
+        assert {server_id, *written_ids(ids_file)} < set(ids), "the server, its process, and the keeper of both"
+        os.kill(process.pid if killed == "the run" else server_id, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(id) for id in ids), timeout_seconds=20.0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_keeper_ends_also_those_that_ignore_sigterm_and_is_ended_by_nothing_less(tmp_path: Path) -> None:
+    program = f"from megatron_a3po.runtime.keeper import start_keeper; start_keeper(){STUBBORN}"
+    with make_server(tmp_path, program, str(tmp_path / "ids")) as server:
+        wait_until(lambda: len(written_ids(tmp_path / "ids")) == 2)
+        ids = [member.pid for member in group_members(server.process_id)]
+        os.killpg(server.process_id, signal.SIGTERM)
+        assert len(ids) == 3 and all(is_running(id) for id in ids)
+        os.kill(server.process_id, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(id) for id in ids), timeout_seconds=20.0)
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.errors import RewardError
 from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
 from megatron_a3po.rollout.rewards.scorers import ScorerSpec
@@ -153,6 +154,7 @@ class _Worker:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         # No GPU, where a library that a reward function imports would take memory from the trainer.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        environment.pop(KEY_VARIABLE, None)  # code that rewards has no business with the servers
         with log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megatron_a3po.rollout.rewards.worker"),
