@@ -62,8 +62,13 @@ def _servers(config: RunConfig) -> Iterator[Mistake]:
     rollout = config.rollout
     for argument in rollout.server_arguments:
         name = argument.split("=")[0]  # what follows may be a key
-        if (remedy := _RESERVED_ARGUMENTS.get(name)) is not None:
-            yield Mistake("rollout.server_arguments", name, "not to be given here", remedy)
+        if (reserved := _reserved(name)) is not None:
+            problem = (
+                "not to be given here"
+                if name == reserved
+                else f"not to be given here: SGLang may read it as {reserved}"
+            )
+            yield Mistake("rollout.server_arguments", name, problem, _RESERVED_ARGUMENTS[reserved])
     if rollout.servers != "registered" and rollout.num_servers > 1:
         yield Mistake(
             "rollout.num_servers",
@@ -92,8 +97,17 @@ _RESERVED_ARGUMENTS = {
     "--model": "set `model`",
     "--model-path": "set `model`",
     "--trust-remote-code": "programs in the folder of a model are never run; use a model of the README's list",
+    "--config": "it may hold any of the arguments that are not to be given; give each one itself",
 }
 """Of SGLang, with what to do instead"""
+
+
+def _reserved(name: str) -> str | None:
+    """The reserved argument that it is or, since argparse takes beginnings of names, may stand for."""
+    if name in _RESERVED_ARGUMENTS:
+        return name
+    # Of SGLang 0.5.23's other arguments, none is the beginning of a reserved one.
+    return next((each for each in _RESERVED_ARGUMENTS if len(name) > len("--") and each.startswith(name)), None)
 
 
 def _urls(urls: list[str]) -> Iterator[Mistake]:

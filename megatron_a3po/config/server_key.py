@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def find_key_mistake(key_file: Path) -> Mistake | None:
 
     try:
         mode = key_file.stat().st_mode
+        if not stat.S_ISREG(mode):
+            return mistake("no regular file", f"{_MAKE_ONE}, in a file that only its owner may read")
         if mode & 0o077:
             return mistake(f"others may read it (mode {mode & 0o777:04o})", f"chmod 600 {key_file}")
         content = key_file.read_bytes().decode("latin-1")

@@ -1,6 +1,9 @@
 """The key of the rollout servers: where it comes from, where it goes, and where it never shows."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -71,6 +74,17 @@ def test_what_is_no_word_is_refused_and_not_shown(tmp_path: Path, content: str) 
         read_server_key(None, {"A3PO_SERVER_KEY": content})
 
     assert not content.strip() or content not in f"{from_file.value}{from_environment.value}"
+
+
+def test_a_pipe_or_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "folder").mkdir(mode=0o700)
+    for name in ("pipe", "folder"):
+        # In a process of its own: a read of the pipe would have no end.
+        program = "import sys, pathlib; from megatron_a3po.config.server_key import find_key_mistake as find; "
+        command = [sys.executable, "-c", program + "print(find(pathlib.Path(sys.argv[1])))", str(tmp_path / name)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert f"{name}': no regular file; make one with `openssl rand" in found.stdout
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

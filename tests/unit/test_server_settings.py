@@ -67,6 +67,16 @@ def test_in_place_registered_servers_must_be_started_without_radix_cache() -> No
         (["--port=30000"], "chooses free ports"),
         (["--model-path", "other"], "set `model`"),
         (["--trust-remote-code"], "programs in the folder of a model are never run"),
+        (["--config", "more.yaml"], "give each one itself"),
+        (
+            ["--trust-remote"],
+            "'--trust-remote': not to be given here: SGLang may read it as --trust-remote-code; programs in",
+        ),
+        ([f"--api-k={KEY}"], "SGLang may read it as --api-key; everybody would see it"),
+        (["--tp-s=2"], "set `rollout.server_tensor_parallel`"),
+        (["--mod", "other"], "set `model`"),
+        (["--h=0.0.0.0"], "SGLang may read it as --host"),
+        (["--conf=more.yaml"], "SGLang may read it as --config"),
     ],
 )
 def test_what_the_run_decides_itself_is_no_argument_of_its_servers(arguments: list[str], remedy: str) -> None:
@@ -74,6 +84,12 @@ def test_what_the_run_decides_itself_is_no_argument_of_its_servers(arguments: li
 
     assert mistake.startswith("rollout.server_arguments = ") and remedy in mistake
     assert KEY not in mistake
+
+
+def test_arguments_that_only_resemble_reserved_ones_may_be_given() -> None:
+    arguments = ["--model-impl", "auto", "--hicache-ratio=2", "--tp-other", "-1", "-h", "--", "tp", ""]
+
+    assert mistakes(config_of(server_arguments=arguments)) == []
 
 
 def test_ranks_of_a_server_are_arguments_before_those_of_the_user() -> None:
