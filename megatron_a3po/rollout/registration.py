@@ -1,15 +1,18 @@
 """Where rollout servers say that they are there: one small file per server in `run_dir/servers`, on shared storage."""
 
+import re
 import socket
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
 from megatron_a3po.runtime.durable import write_durably
 from megatron_a3po.runtime.logging import logger
+
+_URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\]):\d+", re.ASCII | re.IGNORECASE)
 
 
 class Registration(BaseModel):
@@ -20,10 +23,17 @@ class Registration(BaseModel):
     tensor_parallel: int
     host: str
     """As the machine calls itself"""
-    process_id: int
+    process_id: PositiveInt
     """Of the server, on that machine"""
     started_at: str
     """ISO 8601, UTC"""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        if not _URL.fullmatch(url) or not urlsplit(url).port:
+            raise ValueError("not http://host:port")
+        return url
 
 
 def servers_folder(run_dir: Path) -> Path:
@@ -42,23 +52,28 @@ def deregister(folder: Path, url: str) -> None:
 
 def read_registrations(folder: Path) -> list[Registration]:
     """Those of the folder, in order of their URLs; a file that is none is reported and left out."""
-    found = []
-    for file in folder.glob("*.json"):
-        with suppress(OSError):  # taken back meanwhile
-            try:
-                found.append(Registration.model_validate_json(file.read_bytes()))
-            except ValidationError as error:
-                logger.warning("%s is no registration of a rollout server; remove it: %s", file, error)
-    return sorted(found, key=lambda registration: registration.url)
+    return sorted(_read(folder).values(), key=lambda registration: registration.url)
 
 
 def remove_ended(folder: Path) -> list[str]:
     """Take back what servers of this machine have left that were killed together with their launcher; their URLs."""
     host = socket.gethostname()
-    ended = [item.url for item in read_registrations(folder) if item.host == host and not _is_running(item.process_id)]
-    for url in ended:
-        deregister(folder, url)
-    return ended
+    found = _read(folder).items()
+    ended = {file: item for file, item in found if item.host == host and not _is_running(item.process_id)}
+    for file in ended:
+        file.unlink(missing_ok=True)
+    return sorted(item.url for item in ended.values())
+
+
+def _read(folder: Path) -> dict[Path, Registration]:
+    found = {}
+    for file in folder.glob("*.json"):
+        with suppress(OSError):  # taken back meanwhile
+            try:
+                found[file] = Registration.model_validate_json(file.read_bytes())
+            except ValidationError as error:
+                logger.warning("%s is no registration of a rollout server; remove it: %s", file, error)
+    return found
 
 
 def _file(folder: Path, url: str) -> Path:

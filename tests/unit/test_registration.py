@@ -1,6 +1,7 @@
 """How a run finds the servers that launchers have started elsewhere."""
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -70,6 +71,35 @@ def test_only_ended_servers_of_this_machine_are_removed(tmp_path: Path) -> None:
 
     assert remove_ended(tmp_path) == ["http://ended:1"]
     assert [item.url for item in read_registrations(tmp_path)] == ["http://elsewhere:3", "http://running:2"]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"process_id": -1},
+        {"process_id": 0},
+        *({"url": url} for url in ("http://[bad", "http://127.0.0.1:99999", "http://a", "http://a:0", "a:1", "")),
+        *({"url": url} for url in ("ftp://a:1", "http://[1.2]:3", "http://a:1/v1", "http://u@a:1", "http://a b:1")),
+    ],
+)
+def test_what_is_no_address_or_process_is_no_registration(tmp_path: Path, garbage: dict[str, object]) -> None:
+    right = registration("http://[::1]:5", host=socket.gethostname()).model_dump()
+    (tmp_path / "right.json").write_text(json.dumps(right | {"host": "elsewhere"}))
+    (tmp_path / "garbage.json").write_text(json.dumps(right | garbage))
+
+    assert remove_ended(tmp_path) == []
+    assert [item.url for item in read_registrations(tmp_path)] == ["http://[::1]:5"]
+    assert (tmp_path / "garbage.json").exists()
+
+
+def test_an_ended_server_is_removed_whatever_its_file_is_called(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    left = registration("http://ended:1", host=socket.gethostname(), process_id=ended.pid)
+    (tmp_path / "copy.json").write_text(left.model_dump_json())
+
+    assert remove_ended(tmp_path) == ["http://ended:1"]
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_the_run_waits_until_enough_registered_servers_answer(tmp_path: Path) -> None:
