@@ -35,14 +35,18 @@ def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
         return
     yield from architecture_mistakes(config, architecture)
     longest = architecture.max_positions
-    if config.rollout.max_new_tokens >= longest:
-        yield Mistake(
-            "rollout.max_new_tokens",
-            config.rollout.max_new_tokens,
-            f"the model's context is {longest} tokens, prompt included",
-            f"use less than {longest}",
-            ("model",),
-        )
+    for section, tokens in (
+        ("rollout", config.rollout.max_new_tokens),
+        ("evaluation", config.evaluation.max_new_tokens),
+    ):
+        if tokens is not None and tokens >= longest:
+            yield Mistake(
+                f"{section}.max_new_tokens",
+                tokens,
+                f"the model's context is {longest} tokens, prompt included",
+                f"use less than {longest}",
+                ("model",),
+            )
 
 
 def _files(folder: Path) -> Iterator[Mistake]:

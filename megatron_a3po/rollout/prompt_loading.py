@@ -1,16 +1,18 @@
 """From the configuration to the prompts of a run."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config import Columns, DataConfig, RunConfig
 from megatron_a3po.config.model_files import read_model_config
 from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
-from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.data.prompts import Prompt, PromptSet
 from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.data.rows import make_schema
 from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import DataError
+from megatron_a3po.runtime.logging import logger
 
 
 def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
@@ -19,8 +21,15 @@ def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
 
     Raises DataError.
     """
-    data = config.data
     described = read_model_config(config.model)
+    prompts = _load(config, tokenizer, folder, described)
+    prompts.evaluation = _with_room(config, prompts.evaluation, described)
+    return prompts
+
+
+def _load(config: RunConfig, tokenizer: Any, folder: Path, described: dict[str, Any]) -> PromptSet:
+    """All prompts that leave room for a response of training."""
+    data = config.data
     limits = DatasetLimits(
         max_prompt_tokens=_longest_prompt(config, described),
         vocab_size=described["vocab_size"],
@@ -99,3 +108,22 @@ def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:
             f"{limit}; lower rollout.max_new_tokens, or raise the limit"
         )
     return min(longest, config.data.max_prompt_tokens or longest)
+
+
+def _with_room(
+    config: RunConfig, evaluation: Mapping[str, Sequence[Prompt]], described: dict[str, Any]
+) -> Mapping[str, Sequence[Prompt]]:
+    """Without the prompts that leave no room for a response of an evaluation, which a server refuses."""
+    positions, tokens = described.get("max_position_embeddings"), config.evaluation.max_new_tokens
+    if positions is None or tokens is None:
+        return evaluation
+    found = {}
+    for name, prompts in evaluation.items():
+        found[name] = [prompt for prompt in prompts if len(prompt.token_ids) + tokens <= positions]
+        problem = f"{len(prompts) - len(found[name])} of {len(prompts)} prompts of the evaluation {name} leave no room "
+        problem += f"for evaluation.max_new_tokens = {tokens} in the model's max_position_embeddings = {positions}"
+        if not found[name]:
+            raise DataError(f"{problem}; lower evaluation.max_new_tokens")
+        if len(found[name]) < len(prompts):
+            logger.warning("%s, and are left out", problem)
+    return found

@@ -219,6 +219,7 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
         ),
         (["optimizer.offload=true"], "", "optimizer.offload", "in host memory already; remove this key"),
         (["rollout.max_new_tokens=100"], "", "rollout.max_new_tokens", "use less than 100"),
+        (["evaluation.max_new_tokens=100"], "", "evaluation.max_new_tokens", "use less than 100"),
         (["model=nowhere"], "", "model", "no config.json there"),
     ],
 )

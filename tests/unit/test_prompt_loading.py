@@ -1,0 +1,64 @@
+"""Which prompts a run takes, by the lengths that the tokenizer itself tells."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_a3po.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
+from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.errors import DataError
+from megatron_a3po.rollout.prompt_loading import load_prompts
+from tests.unit.test_rollout_source import model  # noqa: F401
+
+POSITIONS = 512
+
+
+def load(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> PromptSet:  # noqa: F811
+    """Twelve prompts of different lengths, all but one of which are held out, and a dataset of twelve more."""
+    for name in ("train", "other"):
+        rows = [{"q": " ".join(["seven"] * number + [name]), "a": "7"} for number in range(1, 13)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    columns = {"prompt": "q", "answer": "a"}
+    config = RunConfig(
+        model=model,
+        run_dir=tmp_path / "run",
+        num_steps=1,
+        data=DataConfig(
+            path=tmp_path / "train.jsonl", columns=columns, num_held_out=11, chat_template=False, instruction=""
+        ),
+        rollout=RolloutConfig(max_new_tokens=8),
+        evaluation=EvaluationConfig.model_validate(
+            {"max_new_tokens": evaluated_tokens, "datasets": {"other": {"path": tmp_path / "other.jsonl"}}}
+        ),
+    )
+    (tmp_path / "run").mkdir(exist_ok=True)
+    return load_prompts(config, AutoTokenizer.from_pretrained(model), tmp_path / "run")
+
+
+def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_responses(
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_a3po"), "propagate", True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    every = load(model, tmp_path, None)
+    assert {name: len(prompts) for name, prompts in every.evaluation.items()} == {"held_out": 11, "other": 12}
+    longest = len(tokenizer(" ".join(["seven"] * 6 + ["other"]))["input_ids"])
+
+    some = load(model, tmp_path, POSITIONS - longest)
+
+    assert len(some) == len(every) == 1
+    for name, prompts in every.evaluation.items():
+        fitting = [each for each in prompts if len(tokenizer(each.question)["input_ids"]) <= longest]
+        assert 0 < len(fitting) < len(prompts) and some.evaluation[name] == fitting
+        assert f"{len(prompts) - len(fitting)} of {len(prompts)} prompts of the evaluation {name} leave" in caplog.text
+
+
+def test_an_evaluation_without_a_prompt_that_leaves_room_is_refused(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    with pytest.raises(DataError, match=r"11 of 11 prompts of the evaluation held_out .*lower evaluation\.max_new_tok"):
+        load(model, tmp_path, POSITIONS - 1)
