@@ -113,19 +113,18 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         Preemption,
     )
 
-    # Only rank 0 has something to clean up.
     die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     preemption = Preemption()
     saves = config.checkpoint.every_steps > 0
-    preemption.watch(
-        grace_seconds=config.checkpoint.preemption_grace_seconds if saves else None, raise_interrupted=rank == 0
-    )
+    preemption.watch(grace_seconds=config.checkpoint.preemption_grace_seconds if saves else None)
     screen = redirect_output(log_file)
     configure_logging(screen if rank == 0 else None)
     try:
         from megatron_a3po.runtime.recorder import complete_run
         from megatron_a3po.train import train
 
+        if rank == 0:  # no other has something to clean up
+            preemption.raise_interrupted()
         train(config, preemption)
     except RunFinished as finished:
         logger.info("%s", finished)
@@ -135,6 +134,7 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         logger.warning("%s", preempted)
         return PREEMPTED_EXIT_CODE
     except Interrupted as interrupted:
+        preemption.be_over()
         logger.error(
             "ended by %s, with everything that the run had started%s",
             interrupted,

@@ -35,7 +35,9 @@ def say(word):
 
 def watch(grace_seconds=60.0, raise_interrupted=True, is_training=True):
     preemption = signals.Preemption()
-    preemption.watch(grace_seconds=grace_seconds, raise_interrupted=raise_interrupted)
+    preemption.watch(grace_seconds=grace_seconds)
+    if raise_interrupted:
+        preemption.raise_interrupted()
     if is_training:
         preemption.look()
     say("watching")
@@ -151,6 +153,82 @@ def test_a_rank_that_cannot_clean_up_because_it_waits_for_a_rank_that_is_gone_en
     process.send_signal(signal.SIGINT)
 
     assert process.wait(20) == INTERRUPTED_EXIT_CODE
+
+
+# As a library does that tries an import; what it has then is broken, or it goes on as if nobody had asked.
+SWALLOW = """
+try:
+    say("importing")
+    time.sleep(60)
+except BaseException:
+    say("swallowed")
+"""
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_rank_all_the_same(start: Start) -> None:
+    process = start(f"watch(){SWALLOW}signals._CLEAN_UP_SECONDS = 0.2; time.sleep(60)")
+    assert line(process) == "importing"
+    process.send_signal(signal.SIGINT)
+
+    assert line(process) == "swallowed"
+    assert process.wait(20) == INTERRUPTED_EXIT_CODE
+
+
+def test_a_second_ctrl_c_ends_a_rank_whose_first_one_was_swallowed(start: Start) -> None:
+    process = start(f"watch(){SWALLOW}time.sleep(0.5); signals._REPEATED_SECONDS = 0.0; say('goes on'); time.sleep(60)")
+    assert line(process) == "importing"
+    process.send_signal(signal.SIGINT)
+    assert (line(process), line(process)) == ("swallowed", "goes on")
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(20) == INTERRUPTED_EXIT_CODE
+
+
+def test_cleaning_up_is_not_disturbed_by_a_signal_that_comes_twice_nor_by_its_length(start: Start) -> None:
+    body = """
+signals._REPEATED_SECONDS = 1e9
+signals._TAKE_SECONDS = 0.1
+watch()
+try:
+    time.sleep(60)
+finally:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+"""
+    process = start(body)
+    process.send_signal(signal.SIGINT)
+
+    assert line(process) == "cleaned up after SIGINT"
+
+
+def test_nothing_disturbs_the_handler_of_an_interrupt(start: Start) -> None:
+    body = """
+preemption = watch()
+try:
+    time.sleep(60)
+except signals.Interrupted:
+    preemption.be_over()
+    signals._CLEAN_UP_SECONDS = signals._REPEATED_SECONDS = 0.0
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+    say("told the user")
+"""
+    process = start(body)
+    process.send_signal(signal.SIGINT)
+
+    assert line(process) == "told the user"
+
+
+def test_before_it_has_something_to_clean_up_a_rank_just_ends(start: Start) -> None:
+    process = start(f"watch(raise_interrupted=False){SWALLOW}time.sleep(60)")
+    assert line(process) == "importing"
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(20) == INTERRUPTED_EXIT_CODE
+    assert line(process) == ""
 
 
 def test_nothing_disturbs_the_end_of_a_run_that_has_saved(start: Start) -> None:
