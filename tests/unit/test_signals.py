@@ -231,6 +231,44 @@ def test_before_it_has_something_to_clean_up_a_rank_just_ends(start: Start) -> N
     assert line(process) == ""
 
 
+# `_run` of the command, whose import of the training loop swallows what comes.
+COMMAND = """
+import os, sys, time
+from pathlib import Path
+from megatron_a3po import __main__ as command
+from megatron_a3po.config import DataConfig, RunConfig
+
+screen = os.dup(1)
+
+class Importing:
+    def find_spec(self, name, path, target=None):
+        if name == "megatron_a3po.train":
+            try:
+                os.write(screen, b"importing\\n")
+                time.sleep(60)
+            finally:
+                time.sleep(60)
+
+sys.meta_path.insert(0, Importing())
+folder = Path(sys.argv[1])
+config = RunConfig(model=folder, run_dir=folder, num_steps=1, data=DataConfig(task="spell_backward"))
+command._run(config, 0, folder / "rank0.log")
+"""
+
+
+def test_a_command_that_still_imports_ends_at_once_by_ctrl_c(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", COMMAND, str(tmp_path)]
+    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert line(process) == "importing"
+            process.send_signal(signal.SIGINT)
+
+            assert process.wait(20) == INTERRUPTED_EXIT_CODE
+            assert line(process) == "ended by SIGINT, with nothing to clean up"
+        finally:
+            process.kill()
+
+
 def test_nothing_disturbs_the_end_of_a_run_that_has_saved(start: Start) -> None:
     body = """
 preemption = watch()
