@@ -4,26 +4,44 @@ import asyncio
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import labelled_version, version_label
+from megatron_a3po.rollout.protocol import ModelInfo, is_unfinished, label_request, labelled_version, version_label
 from megatron_a3po.rollout.server_states import Server
 
 
 async def adopt_weights(pool: ServerPool) -> int:
     """Take the servers' weights, whoever published them or none, as this run's. Returns their version; 0 if nobody did.
 
-    Only for servers that no other run publishes to. Raises RolloutError where they do not hold the same version.
+    Only for servers that no other run publishes to. Raises RolloutError where they do not hold the same version, or
+    hold no model.
     """
     members = pool.states.members
-    labels = await asyncio.gather(*(server.client.weight_version() for server in members))
-    if len(set(labels)) > 1 or labels[0] is None:
+    infos = await asyncio.gather(*(server.client.model_info() for server in members))
+    for server, info in zip(members, infos, strict=True):
+        if (problem := _why_no_model(info)) is not None:
+            raise RolloutError(f"{server.url} {problem}")
+    labels = [info.weight_version for info in infos]
+    if len(set(labels)) > 1:
         found = ", ".join(f"{server.url}: {label}" for server, label in zip(members, labels, strict=True))
         raise RolloutError(f"the servers do not hold the same weights ({found}); name those that do in rollout.servers")
     version = labelled_version(labels[0]) or 0
 
     async def label(server: Server) -> None:
-        body = {"new_version": version_label(version, pool.run), "abort_all_requests": False}
-        await pool.post(server, "/update_weight_version", body)
+        await pool.post(server, "/update_weight_version", label_request(version_label(version, pool.run)))
 
     await asyncio.gather(*map(label, members))
     pool.states.confirm(version)
     return version
+
+
+def _why_no_model(info: ModelInfo) -> str | None:
+    if is_unfinished(info.weight_version):
+        return (
+            f"holds parts of a version only (its label is {info.weight_version!r}): a run ended while it published; "
+            "restart the server, or let a training run publish to it"
+        )
+    if labelled_version(info.weight_version) is None and info.load_format == "dummy":
+        return (
+            "holds random weights: it was started without any (--load-format dummy), and nobody has published to it; "
+            "let a training run publish to it, or start it from a Hugging Face folder"
+        )
+    return None

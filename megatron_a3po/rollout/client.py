@@ -61,7 +61,7 @@ class SGLangClient:
     async def is_answering(self) -> bool:
         """Raises KeyRefused."""
         try:
-            await self._model_info()
+            await self.model_info()
         except KeyRefused:
             raise
         except RolloutError:
@@ -71,7 +71,7 @@ class SGLangClient:
     async def problem(self) -> str | None:
         """Why it gives no usable answer; None if it does."""
         try:
-            await self._model_info()
+            await self.model_info()
         except RolloutError as error:
             return str(error)
         return None
@@ -80,11 +80,11 @@ class SGLangClient:
         """The label of its weights; None without an answer. Also told while generation is paused, when `/health` may
         fail."""
         try:
-            return (await self._model_info()).weight_version
+            return (await self.model_info()).weight_version
         except RolloutError:
             return None
 
-    async def _model_info(self) -> ModelInfo:
+    async def model_info(self) -> ModelInfo:
         answer = await self._call("GET", "/model_info", None, timeout_seconds=10.0)
         return parse_answer(ModelInfo, answer, f"{self.url}/model_info")
 

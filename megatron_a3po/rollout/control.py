@@ -12,7 +12,7 @@ from megatron_a3po.rollout import recovery
 from megatron_a3po.rollout.client import RequestRefused
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer, version_label
+from megatron_a3po.rollout.protocol import WeightChecksums, label_request, parse_answer, unfinished_label, version_label
 from megatron_a3po.rollout.recovery import GRACE_SECONDS
 from megatron_a3po.rollout.server_states import Server
 from megatron_a3po.runtime.background import in_background
@@ -30,8 +30,9 @@ class ServerControl:
     """Control calls to every server that takes part in publications, at once. Each raises RolloutError when a server
     fails, which then is in quarantine.
 
-    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, resume. The
-    last bucket brings the version, and has the server forget what it has cached with the old weights.
+    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, resume. Before
+    the first bucket, the server's label says that a version is unfinished; the last one brings the version, and has the
+    server forget what it has cached with the old weights.
     """
 
     pool: ServerPool
@@ -125,19 +126,20 @@ class ServerControl:
         self.pool.num_pauses += 1
         self._post("/pause_generation", {"mode": self.pool.pause_mode})
 
-    def begin(self) -> None:
+    def begin(self, version: int) -> None:
+        """Before the first bucket of `version`."""
         self._post("/begin_weight_update", {})
+        self._mark_unfinished(version)
 
     def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
         """Announce one bucket; the result comes when every server has received and loaded it. body: with a
         `weight_version`, it is the last one."""
-        self._change(self.pool.states.begin_update)
         path, patience = "/update_weights_from_distributed", _patience(timeout_seconds)
         return self.loop.submit(self._update(path, body, patience, together=True))
 
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
         """Have every server read the weights in `folder` and take on the version."""
-        self._change(self.pool.states.begin_update)
+        self._mark_unfinished(version)
         # The format is named, since a server may have been started without weights.
         body = {"model_path": folder, "weight_version": version, "load_format": "auto"}
         self.loop.run(self._update("/update_weights_from_disk", body, timeout_seconds, together=False))
@@ -191,6 +193,11 @@ class ServerControl:
     def _post(self, path: str, body: dict[str, Any]) -> None:
         self.loop.run(self.pool.post_to_all(path, body, self.timeout_seconds))
 
+    def _mark_unfinished(self, version: int | str) -> None:
+        """If this run is killed before the end of its update, the server itself says that it holds parts."""
+        self._change(self.pool.states.begin_update)
+        self._post("/update_weight_version", label_request(unfinished_label(version, self.pool.run)))
+
     async def _muster(self, call_back: Literal["none", "due", "all"]) -> None:
         states = self.pool.states
         states.begin_publication()
@@ -200,6 +207,7 @@ class ServerControl:
             for url in await asyncio.wrap_future(in_background(self.find_urls, "registrations")):
                 self.pool.add(url)
             await recovery.call_back(self.pool, self._groups, at_once=call_back == "all")
+        await recovery.take_back_leases(self.pool)
         if not states.enough:
             states.fail_if_too_few()
         states.raise_if_too_few()
@@ -251,8 +259,7 @@ class ServerControl:
                 await asyncio.sleep(_FLUSH_SECONDS * 2 ** (attempt - 1))
         if (version := self._unflushed.pop(server, None)) is not None:
             # Of a call that it refused in part, the server's front end has not taken on the version.
-            label = {"new_version": version, "abort_all_requests": False}
-            await self.pool.post(server, "/update_weight_version", label, self.timeout_seconds)
+            await self.pool.post(server, "/update_weight_version", label_request(version), self.timeout_seconds)
 
     async def _versions(self) -> dict[str, str]:
         async def version(server: Server) -> tuple[str, str]:

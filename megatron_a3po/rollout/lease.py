@@ -5,6 +5,8 @@ after they were opened, which is what a lease needs: it outlives no run by long,
 """
 
 import asyncio
+import math
+import time
 from contextlib import suppress
 
 from megatron_a3po.errors import RolloutError
@@ -25,30 +27,40 @@ class Lease:
         self._client = client
         self._number = 0
         """of the session that was opened last"""
+        self._opened = -math.inf
+        """when, by this process's clock; the server's time runs from a little later on"""
         self._keeper: asyncio.Task[None] | None = None
+        self._attempts = asyncio.Lock()
 
     @property
     def is_held(self) -> bool:
-        return self._keeper is not None and not self._keeper.done()
+        return self._keeper is not None and not self._keeper.done() and not self._is_over
+
+    @property
+    def has_run_out(self) -> bool:
+        """This run had it, and has stood still, or had no answer, for so long that somebody else may have it."""
+        return self._keeper is not None and not self.is_held
 
     @property
     def is_lost(self) -> bool:
         """Somebody else has it, after this run had it."""
         return self._keeper is not None and self._keeper.done()
 
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() - self._opened >= LEASE_SECONDS
+
     async def take(self) -> bool:
         """Whether this run has it from now on. Raises RolloutError without an answer."""
-        if self.is_held:
-            return True
-        first, second = _SESSIONS
-        if not await self._try_to_open(first):
-            return False
-        is_free = await self._try_to_open(second)
-        await self._end(second if is_free else first)
-        if is_free:
-            self._number = 0
+        async with self._attempts:
+            if self.is_held:
+                return True
+            if not await self._take_anew():
+                return False
+            if self._keeper is not None:
+                self._keeper.cancel()
             self._keeper = asyncio.create_task(self._keep())
-        return is_free
+            return True
 
     async def release(self) -> None:
         """Raises nothing."""
@@ -67,10 +79,35 @@ class Lease:
             await asyncio.sleep(pause)
             pause = RETRY_SECONDS
             with suppress(RolloutError):  # whether a server is gone is looked at elsewhere
-                if await self._try_to_open(_SESSIONS[1 - self._number]):
-                    self._number, num_refused, pause = 1 - self._number, 0, LEASE_SECONDS / 2
+                async with self._attempts:
+                    is_prolonged = await (self._take_anew() if self._is_over else self._prolong())
+                if is_prolonged:
+                    num_refused, pause = 0, LEASE_SECONDS / 2
                 else:
                     num_refused += 1
+
+    async def _take_anew(self) -> bool:
+        before = time.monotonic()
+        first, second = _SESSIONS
+        if not await self._try_to_open(first):
+            return False
+        is_free = await self._try_to_open(second)
+        await self._end(second if is_free else first)
+        if is_free:
+            self._number, self._opened = 0, before
+        return is_free and not self._is_over
+
+    async def _prolong(self) -> bool:
+        before = time.monotonic()
+        other = 1 - self._number
+        if not await self._try_to_open(_SESSIONS[other]):
+            return False
+        if self._is_over:
+            # The call may have arrived late: somebody else, who needs both but once, may have the other session.
+            await self._end(_SESSIONS[other])
+            return False
+        self._number, self._opened = other, before
+        return True
 
     async def _try_to_open(self, name: str) -> bool:
         body = {"session_id": name, "timeout": LEASE_SECONDS, "capacity_of_str_len": 0}

@@ -9,7 +9,7 @@ import aiohttp
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
 from megatron_a3po.rollout.lease import LEASE_SECONDS, RETRY_SECONDS
-from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo
+from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, is_unfinished
 from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
 from megatron_a3po.runtime.logging import logger
 
@@ -61,12 +61,13 @@ class ServerPool:
     async def wait_ready(self, timeout_seconds: float) -> list[ServerInfo]:
         """Wait until every server takes requests, have it for this run, and clear what a run that died left there.
 
-        A paused server answers but is not ready, so the clearing comes in between. After the timeout, the servers that
-        are not ready go into quarantine. Raises RolloutServerDied or RolloutError.
+        A paused server answers but is not ready, so the clearing comes in between. One that holds parts of a version
+        stays paused, until all of one is published to it. After the timeout, the servers that are not ready go into
+        quarantine. Raises RolloutServerDied or RolloutError.
         """
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         self.states.raise_if_too_few()
-        for is_there in (SGLangClient.is_answering, SGLangClient.is_ready):
+        for is_there in (SGLangClient.is_answering, _is_ready):
             for server in self.states.members:
                 while not await is_there(server.client):
                     self._look_at_process()
@@ -80,12 +81,12 @@ class ServerPool:
                         break
                     await asyncio.sleep(0.25)
             if is_there is SGLangClient.is_answering:
-                await asyncio.gather(*(self._take(server) for server in self.states.members))
+                await asyncio.gather(*(self.take(server) for server in self.states.members))
                 await self.reset()
         await self.load_infos()
         return [server.info for server in self.states.members if server.info is not None]
 
-    async def _take(self, server: Server) -> None:
+    async def take(self, server: Server) -> None:
         """Raises RolloutError when another run that is alive publishes there, or the server does not answer."""
         deadline = asyncio.get_running_loop().time() + LEASE_SECONDS + 5 * RETRY_SECONDS
         while not await server.lease.take():
@@ -228,7 +229,9 @@ class ServerPool:
         await asyncio.gather(*(self._reset(server) for server in self.states.members))
 
     async def _reset(self, server: Server) -> None:
-        for path in ("/end_weight_update", "/continue_generation"):
+        label = await server.client.weight_version()
+        resume = ["/continue_generation"] if label is not None and not is_unfinished(label) else []
+        for path in ["/end_weight_update", *resume]:
             try:
                 await self.post(server, path, {}, _RESET_SECONDS)
             except RolloutError as error:
@@ -283,3 +286,8 @@ class ServerPool:
         if (message := self._find_dead()) is not None:
             for server in self.states.members:
                 self.states.quarantine(server, RolloutServerDied(message))
+
+
+async def _is_ready(client: SGLangClient) -> bool:
+    """Also when it is kept paused since it holds parts of a version: a publication is what it waits for."""
+    return await client.is_ready() or is_unfinished(await client.weight_version() or "")

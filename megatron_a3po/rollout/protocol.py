@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.types import FinishReason, Trajectory
 
+_UNFINISHED = "unfinished "
+
 
 class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -52,6 +54,8 @@ class ServerInfo(_Answer):
 
 class ModelInfo(_Answer):
     weight_version: str = ""
+    load_format: str | None = None
+    """"dummy": the server was started with random weights, and has read no others from files since."""
 
 
 class RankChecksums(_Answer):
@@ -76,6 +80,21 @@ def parse_answer[Model: BaseModel](model: type[Model], answer: Any, source: str)
 def version_label(version: int | str, run: str | None) -> str:
     """What a server is told that its weights are: the number, and the run that published it, if it says who it is."""
     return f"{version} of {run}" if run is not None else str(version)
+
+
+def unfinished_label(version: int | str, run: str | None) -> str:
+    """What a server is told before the first part of a version comes. No token is sampled under it."""
+    return _UNFINISHED + version_label(version, run)
+
+
+def is_unfinished(label: str) -> bool:
+    """Whether the server holds parts of one version and parts of another."""
+    return label.startswith(_UNFINISHED)
+
+
+def label_request(label: str) -> dict[str, Any]:
+    """Body of `/update_weight_version`, which by default aborts all requests."""
+    return {"new_version": label, "abort_all_requests": False}
 
 
 def labelled_version(label: str) -> int | None:

@@ -33,6 +33,18 @@ async def undo_publication(pool: ServerPool, participants: Sequence[Server], gro
     await asyncio.gather(*map(undo, participants))
 
 
+async def take_back_leases(pool: ServerPool) -> None:
+    """Of servers that another run may have taken while this one stood still; those that it has go into quarantine."""
+
+    async def take_back(server: Server) -> None:
+        try:
+            await pool.take(server)
+        except RolloutError as error:
+            pool.states.quarantine(server, error)
+
+    await asyncio.gather(*(take_back(server) for server in pool.states.members if server.lease.has_run_out))
+
+
 async def call_back(pool: ServerPool, group_names: Sequence[str], *, at_once: bool) -> None:
     """Have servers in quarantine that answer again take part: they leave what they were in, and drop their requests,
     which were given to others. Nothing is continued there. at_once: also those that failed often."""

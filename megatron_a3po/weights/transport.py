@@ -108,7 +108,7 @@ class UpdateGroups:
             if bucket.number == 0:
                 with timer.phase("publish/pause"):
                     self._receivers.pause()
-                    self._receivers.begin()
+                    self._receivers.begin(version)
             with timer.phase("publish/send"), as_publish_error(self._describe(bucket, "publish")):
                 self._announce(bucket, version, signals)
         with timer.phase("publish/finish"):

@@ -45,9 +45,9 @@ class Control(ServerControl):
         self.before: dict[int, Callable[[], object]] = {}
         self._told = 0
 
-    def begin(self) -> None:
+    def begin(self, version: int) -> None:
         self._told = 0
-        super().begin()
+        super().begin(version)
 
     def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
         self._told += 1

@@ -29,6 +29,8 @@ class ScriptedServer:
     def __init__(self, *, version: str = "default", receiver: "Receiver | None" = None) -> None:
         self.version = version
         """Label of the weights, changed by an update."""
+        self.load_format = "auto"
+        """Where the weights come from; "dummy": they are random."""
         self.startup_time = 1.5
         """Of the process, which has another one when it is started again."""
         self.receiver = receiver
@@ -127,7 +129,7 @@ class ScriptedServer:
         return web.Response(status=200 if self._running.is_set() else 503)
 
     async def _model_info(self, _: Json) -> web.Response:
-        return web.json_response({"weight_version": self.version})
+        return web.json_response({"weight_version": self.version, "load_format": self.load_format})
 
     async def _server_info(self, _: Json) -> web.Response:
         answer = {"tp_size": 1, "enable_priority_scheduling": True, "max_running_requests": 16}

@@ -205,6 +205,7 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
         "/init_weights_update_group",
         "/pause_generation",
         "/begin_weight_update",
+        "/update_weight_version",
         *[UPDATE] * 2,
         "/end_weight_update",
         "/weights_checker",
@@ -265,7 +266,7 @@ def test_a_refusal_during_the_broadcast_ends_the_publication_at_once_and_nothing
         assert seconds[0] < 15.0
         undone = ["/destroy_weights_update_group", "/end_weight_update"]
         assert server.paths()[-3:] == [UPDATE, *undone]
-        assert server.version == "default"
+        assert server.version == "unfinished 5"
 
 
 def test_a_refusal_by_one_of_two_servers_ends_the_publication_at_once_and_frees_the_other_server(
@@ -304,7 +305,7 @@ def test_a_receiver_that_is_killed_fails_the_publication() -> None:
             publish_twice(publisher)
         assert seconds[1] < 20.0
         assert server.paths().count("/continue_generation") == 1
-        assert server.version == "0"
+        assert server.version == "unfinished 1"
 
 
 def test_a_server_that_never_answers_fails_the_publication_at_its_timeout(first_receiver: Receiver) -> None:
@@ -345,7 +346,14 @@ def test_a_server_that_refuses_the_group_is_an_error_with_its_words_at_once() ->
 
 @pytest.mark.parametrize(
     "path",
-    ["/pause_generation", "/begin_weight_update", "/end_weight_update", "/weights_checker", "/continue_generation"],
+    [
+        "/pause_generation",
+        "/begin_weight_update",
+        "/update_weight_version",
+        "/end_weight_update",
+        "/weights_checker",
+        "/continue_generation",
+    ],
 )
 def test_a_step_that_a_server_refuses_is_a_publish_error_and_it_is_not_continued(
     path: str, first_receiver: Receiver, second_receiver: Receiver

@@ -126,6 +126,7 @@ def nothing_is_sent() -> Iterator[None]:
 FAULTS: dict[str, tuple[str, Action]] = {
     "refuses the group": ("/init_weights_update_group", refuse(400, "no such group")),
     "refuses the pause": ("/pause_generation", refuse(500, "no such mode")),
+    "refuses the label": ("/update_weight_version", refuse(400, "no such label")),
     "refuses to begin": ("/begin_weight_update", refuse(400, "a session is open")),
     "refuses before the broadcast": (UPDATE, refuse(400, "unknown dtype")),
     "dies in the update": (UPDATE, close_connection),
@@ -236,9 +237,12 @@ def test_a_server_flushes_with_the_last_bucket_and_is_asked_again_only_where_it_
         assert "/flush_cache" not in first.paths()
         assert run.quarantined == [] and first.version == second.version == "0"
         asked = second.paths()
-        assert asked.count("/flush_cache") == 6 and "/update_weight_version" not in first.paths()
+        assert asked.count("/flush_cache") == 6
+        labels = [[body["new_version"] for body in server.bodies("/update_weight_version")] for server in run.servers]
+        assert labels == [["unfinished 0"], ["unfinished 0", "0"]]
         # Its version is told when nothing of the old one is left, and before anything is sampled.
-        assert asked.index("/flush_cache") < asked.index("/update_weight_version") < asked.index(CONTINUE)
+        assert asked[-1] == CONTINUE
+        assert asked[asked.index("/flush_cache") :].index("/update_weight_version") == 6
 
 
 def test_a_server_that_cannot_be_flushed_in_six_attempts_fails(first_receiver: Receiver) -> None:  # noqa: F811
@@ -249,7 +253,7 @@ def test_a_server_that_cannot_be_flushed_in_six_attempts_fails(first_receiver: R
         with pytest.raises(PublishError, match=r"Flush cache failed.*6 times"):
             run.publish(1)
         assert run.servers[0].paths().count("/flush_cache") == 6
-        assert run.servers[0].paths().count(CONTINUE) == 1 and run.servers[0].version == "0"
+        assert run.servers[0].paths().count(CONTINUE) == 1 and run.servers[0].version == "unfinished 1"
 
 
 def test_a_server_that_reads_files_flushes_with_them_or_is_asked_again() -> None:

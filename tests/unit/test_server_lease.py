@@ -5,15 +5,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout import lease as lease_module
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout import recovery
+from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.lease import Lease
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import generate_request, labelled_version, version_label
-from tests.unit.scripted_server import ScriptedServer, answer, close_connection, response
+from tests.unit.scripted_server import Json, ScriptedServer, answer, close_connection, response
 from tests.unit.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
@@ -58,6 +60,14 @@ def die(pool: ServerPool) -> None:
         assert server.lease._keeper is not None
         server.lease._keeper.cancel()
         server.lease._keeper = None
+
+
+def stand_still(pool: ServerPool, *servers: ScriptedServer) -> None:
+    """As a process does that gets no time for longer than a lease: at the servers, its sessions have ended."""
+    for server in pool.states.servers:
+        server.lease._opened -= LEASE_SECONDS
+    for scripted in servers:
+        scripted.sessions.clear()
 
 
 async def test_a_second_run_is_refused_with_server_run_and_remedy_and_changes_nothing_there(
@@ -115,8 +125,58 @@ async def test_without_an_answer_for_a_while_a_run_keeps_its_server(start: Start
     server.script("/open_session", close_connection)
     await asyncio.sleep(2 * LEASE_SECONDS)
     server.script("/open_session", close_connection, range(0))
-    await wait_until(lambda: max(server.sessions.values()) > asyncio.get_running_loop().time())
-    assert lease.is_held
+    await wait_until(lambda: lease.is_held)
+    assert max(server.sessions.values()) > asyncio.get_running_loop().time()
+
+
+async def test_a_run_that_stood_still_for_longer_than_a_lease_does_not_take_its_server_back_from_another(
+    start: StartRun, server: ScriptedServer
+) -> None:
+    first = await start(FIRST)
+    lease, other = first.states.servers[0].lease, Lease(first.clients[0])
+    stand_still(first, server)
+    assert await other.take()
+    for _ in range(int(4 * LEASE_SECONDS / 0.02)):
+        assert other.is_held and not lease.is_held and not await lease.take()
+        await asyncio.sleep(0.02)
+    assert lease.is_lost
+    await other.release()
+
+
+async def test_a_session_that_was_opened_late_is_given_back(start: StartRun, server: ScriptedServer) -> None:
+    first = await start(FIRST)
+    lease = first.states.servers[0].lease
+    opened: list[str] = []
+
+    async def open_late(_: web.Request, body: Json) -> web.StreamResponse:
+        stand_still(first, server)
+        opened.append(body["session_id"])
+        return await server._open_session(body)
+
+    number = len(server.bodies("/open_session")) + 1
+    server.script("/open_session", open_late, range(number, number + 1))
+    await wait_until(lambda: bool(opened))
+    await wait_until(lambda: lease.is_held)
+    assert {"session_id": opened[0]} == server.bodies("/close_session")[1]
+
+
+async def test_before_a_publication_a_run_that_stood_still_takes_its_server_anew_or_leaves_it_out(
+    start: StartRun, server: ScriptedServer
+) -> None:
+    async with ScriptedServer() as lonely:
+        run = await start(FIRST, lonely.url, min_servers=1)
+        leases = [one.lease for one in run.states.servers]
+        receivers = ServerControl(run, None, timeout_seconds=5.0)  # type: ignore[arg-type]
+        other = Lease(run.clients[0])
+        stand_still(run, server, lonely)
+        assert await other.take()
+        before = len(server.calls)
+        await receivers._muster("none")
+        assert [out.url for out in run.states.quarantined] == [server.url]
+        assert "another run that is alive" in str(run.states.quarantined[0].error)
+        assert [lease.is_held for lease in leases] == [False, True] and other.is_held
+        assert {path for path, _ in server.calls[before:]} <= {"/open_session", "/close_session"}
+        await other.release()
 
 
 async def test_a_server_that_another_run_has_taken_is_left_out_until_that_run_ends(

@@ -1,0 +1,99 @@
+"""Evaluation of what servers hold: whole versions only, and nobody's random weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.adoption import adopt_weights
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.protocol import generate_request
+from tests.unit.scripted_server import ScriptedServer
+from tests.unit.test_publisher import control, serve
+
+REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
+CONTINUE = "/continue_generation"
+
+
+@contextmanager
+def connected(*servers: ScriptedServer) -> Iterator[ServerControl]:
+    with control(*(server.url for server in servers)) as receivers:
+        receivers.loop.run(receivers.pool.wait_ready(5.0), 10.0)
+        yield receivers
+
+
+def publish(receivers: ServerControl, version: int) -> None:
+    receivers.pause()
+    receivers.begin(version)
+    for body in ({}, {"weight_version": str(version)}):
+        receivers.update(body, 5.0).result(5.0)
+    receivers.end()
+    receivers.confirm(version)
+    receivers.resume()
+
+
+def adopt(receivers: ServerControl) -> int:
+    return receivers.loop.run(adopt_weights(receivers.pool), 10.0)
+
+
+def sampled(receivers: ServerControl) -> set[str]:
+    (response,) = receivers.loop.run(receivers.pool.generate(REQUEST), 10.0)
+    return {span.version for span in response.meta_info.weight_versions}
+
+
+def test_a_server_whose_trainer_was_killed_between_buckets_is_not_sampled_from_until_a_run_has_published_to_it() -> (
+    None
+):
+    with serve(None) as (server,):
+        with control(server.url) as killed:  # it has no lease, as if that had ended
+            publish(killed, 5)
+            killed.pause()
+            killed.begin(6)
+            killed.update({}, 5.0).result(5.0)
+            continued = server.paths().count(CONTINUE)
+            message = rf"{server.url}.*'unfinished 6'.*restart the server"
+            with connected(server) as evaluation, pytest.raises(RolloutError, match=message):
+                adopt(evaluation)
+            assert server.paths().count(CONTINUE) == continued and "/generate" not in dict(server.calls)
+
+        with connected(server) as training:
+            assert server.paths().count(CONTINUE) == continued
+            publish(training, 0)
+            assert sampled(training) == {"0"}
+        with connected(server) as evaluation:
+            assert adopt(evaluation) == 0 and sampled(evaluation) == {"0"}
+
+
+def test_before_a_server_reads_files_its_label_says_that_their_version_is_unfinished() -> None:
+    with serve(None) as (server,), control(server.url) as receivers:
+        publish(receivers, 5)
+        receivers.update_from_disk("folder", "6", 5.0)
+        labels = [body["new_version"] for body in server.bodies("/update_weight_version")]
+        assert labels == ["unfinished 5", "unfinished 6"] and server.version == "6"
+        paths = server.paths()
+        assert paths[-2:] == ["/update_weight_version", "/update_weights_from_disk"]
+
+
+def test_random_weights_that_nobody_has_published_to_are_no_model() -> None:
+    with serve(None) as (server,), connected(server) as receivers:
+        server.load_format = "dummy"
+        with pytest.raises(RolloutError, match=rf"{server.url} holds random weights.*let a training run publish"):
+            adopt(receivers)
+        assert server.version == "default" and receivers.counts()["servers_healthy"] == 0
+        # An update group brings weights, and leaves the format as it was.
+        publish(receivers, 3)
+        assert adopt(receivers) == 3
+
+
+def test_weights_that_a_server_has_read_itself_are_version_zero() -> None:
+    with serve(None) as (server,), connected(server) as receivers:
+        assert adopt(receivers) == 0 and sampled(receivers) == {"0"}
+
+
+def test_servers_with_different_versions_are_no_model() -> None:
+    with serve(None, None) as servers, connected(*servers) as receivers:
+        publish(receivers, 3)
+        servers[1].version = "4"
+        with pytest.raises(RolloutError, match=r"do not hold the same weights.*: 3, .*: 4"):
+            adopt(receivers)
