@@ -15,15 +15,9 @@ from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import TorchDistReader
 from megatron_a3po.conversion.unfinished import claim_target
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.hf.fp8_blocks import FP8, scale_shape
 from megatron_a3po.hf.output import HfOutput
-from megatron_a3po.hf.quantize import (
-    FP8,
-    SCALE_SUFFIX,
-    is_quantized,
-    quantization_config,
-    quantize_blockwise,
-    scale_shape,
-)
+from megatron_a3po.hf.quantize import SCALE_SUFFIX, is_quantized, quantization_config, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
 from megatron_a3po.runtime.manifest import MANIFEST, check

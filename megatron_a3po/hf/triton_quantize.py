@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.hf.quantize import BLOCK, FP8, LARGEST, SMALLEST_SCALE, quantize_by_tiles, scale_shape
+from megatron_a3po.hf.fp8_blocks import BLOCK, FP8, LARGEST, SMALLEST_SCALE, quantize_by_tiles, scale_shape
 
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(LARGEST)

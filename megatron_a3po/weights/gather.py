@@ -18,7 +18,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
-from megatron_a3po.hf.quantize import FP8, SCALE_SUFFIX, quantize_blockwise, scale_shape
+from megatron_a3po.hf.fp8_blocks import FP8, scale_shape
+from megatron_a3po.hf.quantize import SCALE_SUFFIX, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_a3po.config.model_files import UnreadableModel, read_model_config
 from megatron_a3po.errors import PublishError
-from megatron_a3po.hf.quantize import BLOCK, is_quantized
+from megatron_a3po.hf.fp8_blocks import BLOCK
+from megatron_a3po.hf.quantize import is_quantized
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.logging import logger
 

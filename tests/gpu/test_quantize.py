@@ -5,12 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_a3po.hf.quantize import (
-    UnusableWeights,
-    dequantize_blockwise,
-    quantize_blockwise,
-    quantize_by_tiles,
-)
+from megatron_a3po.hf.fp8_blocks import quantize_by_tiles
+from megatron_a3po.hf.quantize import UnusableWeights, dequantize_blockwise, quantize_blockwise
 
 pytestmark = [
     pytest.mark.gpu,

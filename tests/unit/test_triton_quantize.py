@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.hf.quantize import FP8, quantize_by_tiles
+from megatron_a3po.hf.fp8_blocks import FP8, quantize_by_tiles
 
 _NOT_FINITE = ("nan", "inf", "-inf")
 
