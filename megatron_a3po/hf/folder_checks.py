@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.hf.quantize import BLOCK, SCALE_SUFFIX, scale_shape
+from megatron_a3po.hf.fp8_blocks import BLOCK, scale_shape
+from megatron_a3po.hf.quantize import SCALE_SUFFIX
 from megatron_a3po.hf.safetensors_format import DTYPES, DamagedFile, StoredTensor, read_header
 
 INDEX = "model.safetensors.index.json"

@@ -20,8 +20,8 @@ def scale_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 def quantize_by_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(values, scale_inv) as of `quantize.quantize_blockwise`, in torch; a block with NaN or an infinity has a scale that is not
-    finite, and values that mean nothing."""
+    """(values, scale_inv) as of `quantize.quantize_blockwise`, in torch; a block with NaN or an infinity has a scale
+    that is not finite, and values that mean nothing."""
     rows, cols = weight.shape
     values = torch.empty(rows, cols, dtype=FP8, device=weight.device)
     scales = torch.empty(scale_shape(rows, cols), dtype=torch.float32, device=weight.device)

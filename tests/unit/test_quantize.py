@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize, replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from megatron_a3po.hf import quantize
+from megatron_a3po.hf import fp8_blocks
 from megatron_a3po.hf.quantize import (
     SCALE_SUFFIX,
     UnusableWeights,
@@ -82,7 +82,7 @@ def test_every_value_is_the_nearest_number_of_its_block(
 def test_working_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(700, 130, generator=torch.Generator().manual_seed(0))
     whole = quantize_blockwise(weight)
-    monkeypatch.setattr(quantize, "_VALUES_AT_ONCE", 2 * 128 * 130)
+    monkeypatch.setattr(fp8_blocks, "_VALUES_AT_ONCE", 2 * 128 * 130)
     pieces = quantize_blockwise(weight)
 
     assert torch.equal(whole[0].view(torch.uint8), pieces[0].view(torch.uint8)) and torch.equal(whole[1], pieces[1])
