@@ -104,7 +104,7 @@ def _score_for_ever(requests: BufferedReader, answers: int) -> NoReturn:
     try:
         scorer = _start(requests, send)
         while scorer is not None and (content := _read(requests)) is not None:
-            for group in pickle.loads(content):
+            for group in pickle.loads(content):  # from the trainer's own pipe, see wire.py
                 send(answer := _score(scorer, group))
                 if answer.ends:
                     os._exit(1)
