@@ -12,8 +12,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_a3po.hf.folder_checks import INDEX, PICKLE_SUFFIXES, some
 from megatron_a3po.hf.safetensors_format import DTYPE_NAMES, DamagedFile, read_header
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
 from megatron_a3po.hf.shards import Shard
-from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.runtime.durable import sync_folder, write_durably, writing
 
 _PLAN = ".plan.json"
 _PLAN_FORMAT = 1
@@ -55,7 +55,7 @@ class HfOutput:
     @property
     def folder(self) -> Path:
         """Where everything is written until `finish`."""
-        return self.target.with_name(f".{self.target.name}.unfinished")
+        return self.target.parent / f".{self.target.name}.unfinished"
 
     @property
     def _replaced(self) -> Path:
@@ -194,15 +194,9 @@ class HfOutput:
             self.folder.rename(self.target)
             sync_folder(self.target.parent)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.target}: could not be written: {error}; what was written is in {self.folder}; make room, or "
-                "give another folder, and start again"
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        remedy = f"what was written is in {self.folder}; make room, or give another folder, and start again"
+        return writing(self.target, remedy)
 
 
 def model_files(source: Path) -> list[tuple[Path, str]]:

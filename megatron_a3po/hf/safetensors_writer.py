@@ -4,8 +4,7 @@ A file is written under `.NAME.unfinished` and gets its name when it is whole an
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.safetensors_format import ALIGNMENT, DTYPE_NAMES, TensorSpec, make_header
-from megatron_a3po.runtime.durable import sync_folder
+from megatron_a3po.runtime.durable import sync_folder, writing
 
+_REMEDY = "make room or give another folder, and start again"
 _RESERVED_HEADER_BYTES = 1 << 20
 """Of a file whose tensors are not known beforehand: room for some 7,000."""
 _LONGEST_ENTRY_BYTES = 256
@@ -130,7 +130,7 @@ class _UnfinishedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._unfinished = path.with_name(f".{path.name}.unfinished")
-        with self._writing():
+        with writing(self.path, _REMEDY):
             # Unbuffered: tensors are larger than any buffer.
             self._file = self._unfinished.open("wb", buffering=0)
 
@@ -140,7 +140,7 @@ class _UnfinishedFile:
 
     def complete(self, header: bytes) -> None:
         self._write(0, memoryview(header))
-        with self._writing():
+        with writing(self.path, _REMEDY):
             # The bytes reach the disk before the name does (runtime/durable.py).
             os.fsync(self._file.fileno())
             os.replace(self._unfinished, self.path)
@@ -156,21 +156,12 @@ class _UnfinishedFile:
         self._unfinished.unlink(missing_ok=True)
 
     def _write(self, offset: int, data: memoryview) -> None:
-        with self._writing():
+        with writing(self.path, _REMEDY):
             self._file.seek(offset)
             done = 0
             # The kernel takes at most 2 GiB at once.
             while done < len(data):
                 done += self._file.write(data[done:])
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: could not be written: {error}; make room or give another folder, and start again"
-            ) from error
 
 
 def _entry_bytes(spec: TensorSpec) -> int:

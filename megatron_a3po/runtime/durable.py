@@ -7,7 +7,11 @@ Without the first, a crash can leave the name on an empty file; without the last
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from megatron_a3po.errors import CheckpointError
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -32,3 +36,12 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """What the system refuses, such as a write to a full disk, becomes a CheckpointError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: could not be written: {error}; {remedy}") from error

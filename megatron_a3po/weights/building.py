@@ -16,7 +16,7 @@ from megatron_a3po.parallel.messages import broadcast_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.delta_folder import described_by
 from megatron_a3po.weights.delta_transport import DeltaTransport
-from megatron_a3po.weights.disk import DiskTransport
+from megatron_a3po.weights.disk import DiskTransport, FileSettings
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.publisher import Transport, WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
@@ -89,16 +89,17 @@ def _through_files(
     config: RunConfig, plan: Plan, receivers: WeightReceivers | None, quantization: Mapping[str, Any] | None
 ) -> Transport:
     publish = config.publish
-    common: dict[str, Any] = {
-        "quantization_config": quantization,
-        "pause_first": publish.transport != "disk",
-        "timeout_seconds": publish.timeout_seconds,
-    }
+    settings = FileSettings(
+        folder=_folder(config),
+        model=config.model,
+        quantization_config=quantization,
+        pause_first=publish.transport != "disk",
+        timeout_seconds=publish.timeout_seconds,
+    )
     if publish.delta_folder is None:
-        return DiskTransport(plan, receivers, _folder(config), config.model, **common)
+        return DiskTransport(plan, receivers, settings)
     followed = config.rollout.servers != "local"
-    common |= {"local": publish.delta_folder, "followed": followed}
-    return DeltaTransport(plan, receivers, _folder(config), config.model, **common)
+    return DeltaTransport(plan, receivers, settings, local=publish.delta_folder, followed=followed)
 
 
 def published_names(names: Sequence[str], described: Mapping[str, Any]) -> list[str]:

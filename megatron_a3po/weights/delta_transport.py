@@ -2,9 +2,8 @@
 
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
 from megatron_a3po.weights.delta_followers import wait_for_followers
 from megatron_a3po.weights.delta_writer import OwnedShard, Written
-from megatron_a3po.weights.disk import FOLDER, announced_folder, lock_published, shards_of
+from megatron_a3po.weights.disk import FOLDER, FileSettings, announced_folder, lock_published, shards_of
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals
@@ -27,31 +26,17 @@ class DeltaTransport:
     version; to compare, the owner keeps a copy of its buckets in host memory."""
 
     def __init__(
-        self,
-        plan: Plan,
-        receivers: WeightReceivers | None,
-        folder: Path,
-        model: Path,
-        *,
-        local: Path,
-        followed: bool,
-        quantization_config: Mapping[str, Any] | None = None,
-        pause_first: bool = False,
-        timeout_seconds: float,
+        self, plan: Plan, receivers: WeightReceivers | None, settings: FileSettings, *, local: Path, followed: bool
     ) -> None:
-        """As of `DiskTransport`. local: where servers find the versions on their machines; followed: by
-        tools/apply_weight_delta.py there, else rank 0 makes them; timeout_seconds: for that, too."""
+        """receivers: on rank 0; local: where servers find the versions on their machines; followed: by
+        tools/apply_weight_delta.py there, else rank 0 makes them, both within the settings' timeout."""
         self._receivers = receivers
-        self._folder = folder
-        self._model = model
+        self._settings = settings
         self._local = local
         self._followed = followed
-        self._quantization_config = quantization_config
-        self._pause_first = pause_first
-        self._timeout_seconds = timeout_seconds
         self.why_not = (
-            f"From now on, weights are published through files in {folder}; find out why the servers could not be "
-            "reached through the network"
+            f"From now on, weights are published through files in {settings.folder}; find out why the servers could "
+            "not be reached through the network"
         )
         self._shards = shards_of(plan)
         self._start = f"start_{secrets.token_hex(4)}"
@@ -73,9 +58,10 @@ class DeltaTransport:
         """On rank 0: have all servers read their machine's folder when it holds the version."""
         assert self._receivers is not None
         self._take_folders()
-        folder = self._folder.resolve()
+        settings = self._settings
+        folder = settings.folder.resolve()
         start = folder / self._start
-        if self._pause_first:
+        if settings.pause_first:
             self._receivers.pause()
         with timer.phase("publish/write"):
             self._describe(start / MODEL)
@@ -87,14 +73,14 @@ class DeltaTransport:
         self._metrics = _metrics(written)
         with timer.phase("publish/apply"):
             if self._followed:
-                wait_for_followers(folder, published, self._timeout_seconds, signals.raise_if_stopped)
+                wait_for_followers(folder, published, settings.timeout_seconds, signals.raise_if_stopped)
             else:
                 make_local_folder(folder, self._local, published)
         with timer.phase("publish/pause"):
             self._receivers.pause()
         with timer.phase("publish/load"):
             target = self._local.absolute() / published.folder_name
-            self._receivers.update_from_disk(str(target), str(version), self._timeout_seconds)
+            self._receivers.update_from_disk(str(target), str(version), settings.timeout_seconds)
         _remove_unused(folder, published)
 
     def metrics(self) -> dict[str, float]:
@@ -113,13 +99,14 @@ class DeltaTransport:
     def _take_folders(self) -> None:
         """Unless they are taken already. Raises ConfigError."""
         if not self._locks:
-            self._locks.append(lock_published(self._folder))
+            self._locks.append(lock_published(self._settings.folder))
         if not self._followed and len(self._locks) == 1:
             self._locks.append(lock_local(self._local))
 
     def _describe(self, target: Path) -> None:
         if not target.is_dir():
-            output = HfOutput(target=target, source=self._model, quantization_config=self._quantization_config)
+            settings = self._settings
+            output = HfOutput(target=target, source=settings.model, quantization_config=settings.quantization_config)
             output.begin()
             output.finish(self._shards, elsewhere=True)
 

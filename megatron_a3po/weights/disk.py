@@ -6,6 +6,7 @@ FOLDER/publish.lock          held by the run that publishes
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,22 @@ from megatron_a3po.weights.signals import Signals
 
 FOLDER = "folder"
 """Signal of where owners write"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSettings:
+    """How versions go through files."""
+
+    folder: Path
+    """publish.folder, which all owners and all servers see"""
+    model: Path
+    """Hugging Face folder whose tokenizer and configuration go beside the weights"""
+    quantization_config: Mapping[str, Any] | None = None
+    """What config.json shall say about FP8"""
+    pause_first: bool = False
+    """Before anything is written, which tells early that a server is gone"""
+    timeout_seconds: float
+    """For the servers' reading"""
 
 
 def shards_of(plan: Plan) -> list[Shard]:
@@ -49,29 +66,13 @@ def lock_published(folder: Path) -> FolderLock:
 class DiskTransport:
     """On every rank. Each bucket is a file, which its owner writes; all owners and all servers must see the folder."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        receivers: WeightReceivers | None,
-        folder: Path,
-        model: Path,
-        *,
-        quantization_config: Mapping[str, Any] | None = None,
-        pause_first: bool = False,
-        timeout_seconds: float,
-    ) -> None:
-        """`receivers` on rank 0. model: the folder that configuration and tokenizer are copied from;
-        quantization_config: what config.json shall say about FP8; pause_first: before anything is written, which
-        tells early that a server is gone; timeout_seconds: for the servers' reading."""
+    def __init__(self, plan: Plan, receivers: WeightReceivers | None, settings: FileSettings) -> None:
+        """`receivers` on rank 0."""
         self._receivers = receivers
-        self._folder = folder
-        self._model = model
-        self._quantization_config = quantization_config
-        self._pause_first = pause_first
-        self._timeout_seconds = timeout_seconds
+        self._settings = settings
         self.why_not = (
-            f"From now on, weights are published through files in {folder}, which is slower; find out why the servers "
-            "could not be reached through the network"
+            f"From now on, weights are published through files in {settings.folder}, which is slower; find out why the "
+            "servers could not be reached through the network"
         )
         self._shards = shards_of(plan)
         self._lock: FolderLock | None = None
@@ -91,12 +92,13 @@ class DiskTransport:
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read the folder when all owners have written to it."""
         assert self._receivers is not None
-        self._lock = self._lock or lock_published(self._folder)
-        target = (self._folder / f"version_{version:08d}").resolve()
+        settings = self._settings
+        self._lock = self._lock or lock_published(settings.folder)
+        target = (settings.folder / f"version_{version:08d}").resolve()
         output = HfOutput(
-            target=target, source=self._model, quantization_config=self._quantization_config, replace=True
+            target=target, source=settings.model, quantization_config=settings.quantization_config, replace=True
         )
-        if self._pause_first:
+        if settings.pause_first:
             self._receivers.pause()
         with timer.phase("publish/write"):
             output.begin(self._shards)
@@ -108,7 +110,7 @@ class DiskTransport:
         with timer.phase("publish/pause"):
             self._receivers.pause()
         with timer.phase("publish/load"):
-            self._receivers.update_from_disk(str(target), str(version), self._timeout_seconds)
+            self._receivers.update_from_disk(str(target), str(version), settings.timeout_seconds)
         for former in target.parent.glob("*version_*"):
             if former != target:
                 shutil.rmtree(former, ignore_errors=True)

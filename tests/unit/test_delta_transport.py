@@ -21,6 +21,7 @@ from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.delta_folder import PUBLISHED, described_by
 from megatron_a3po.weights.delta_followers import follow
 from megatron_a3po.weights.delta_transport import DeltaTransport
+from megatron_a3po.weights.disk import FileSettings
 from megatron_a3po.weights.publisher import WeightPublisher
 from tests.unit.scripted_server import ScriptedServer, refuse
 from tests.unit.test_delta_folder import contents
@@ -91,9 +92,8 @@ def through_deltas(
 ) -> WeightPublisher:
     group = dist.group.WORLD
     assert group is not None
-    transport = DeltaTransport(
-        source.plan, receivers, folder, model, local=local, followed=followed, timeout_seconds=10.0
-    )
+    settings = FileSettings(folder=folder, model=model, timeout_seconds=10.0)
+    transport = DeltaTransport(source.plan, receivers, settings, local=local, followed=followed)
     return WeightPublisher(source, transport, receivers, group, timer=PhaseTimer())
 
 

@@ -14,7 +14,7 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.disk import DiskTransport
+from megatron_a3po.weights.disk import DiskTransport, FileSettings
 from megatron_a3po.weights.pipeline import BucketPipeline
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transport import UpdateGroups
@@ -48,8 +48,10 @@ def through_disk(
 ) -> WeightPublisher:
     group = dist.group.WORLD
     assert group is not None
-    folder = model.parent / "published"
-    disk = DiskTransport(source.plan, receivers, folder, model, pause_first=after_group, timeout_seconds=10.0)
+    settings = FileSettings(
+        folder=model.parent / "published", model=model, pause_first=after_group, timeout_seconds=10.0
+    )
+    disk = DiskTransport(source.plan, receivers, settings)
     if not after_group:
         return WeightPublisher(source, disk, receivers, group, timer=PhaseTimer())
     groups = UpdateGroups(source.plan, receivers, group, run_id="disk", backend="gloo", timeout_seconds=3.0)
@@ -186,7 +188,8 @@ def test_weights_that_cannot_be_converted_are_an_error_and_the_rest_is_collected
     group = dist.group.WORLD
     assert group is not None
     with serve(None) as (server,), control(server.url) as receivers:
-        disk = DiskTransport(source.plan, receivers, model.parent / "published", model, timeout_seconds=10.0)
+        settings = FileSettings(folder=model.parent / "published", model=model, timeout_seconds=10.0)
+        disk = DiskTransport(source.plan, receivers, settings)
         publisher = WeightPublisher(source, disk, receivers, group, timer=PhaseTimer(), num_buffers=num_buffers)
         with pytest.raises(PublishError, match="w is not finite"):
             publisher.publish(0)
