@@ -21,6 +21,8 @@ from megatron_a3po.data.store import QuestionStore
 from megatron_a3po.errors import DataError
 from megatron_a3po.runtime.logging import logger
 
+QUARANTINE = "quarantine.jsonl"
+"""In the folder of a run: the rows that cannot be used"""
 _HELD_OUT_STREAM = 1
 """Keeps the split's random numbers apart from those of the epochs."""
 
@@ -63,7 +65,7 @@ def load_dataset(
     Args:
         training: of which `num_held_out` prompts are kept for evaluation.
         evaluation: by name.
-        run_dir: gets `quarantine.jsonl` and `data.json`, which knows a changed dataset when the run is resumed.
+        run_dir: gets `QUARANTINE` and `data.json`, which knows a changed dataset when the run is resumed.
         seed: chooses the prompts of evaluations; at least 0.
         order_seed: of the training's epochs; at least 0.
 
@@ -109,7 +111,7 @@ class _Reader:
     def __init__(self, run_dir: Path, limits: DatasetLimits) -> None:
         self.store = QuestionStore(run_dir)
         self._limits = limits
-        self._quarantine = Quarantine(run_dir / "quarantine.jsonl")
+        self._quarantine = Quarantine(run_dir / QUARANTINE)
 
     def __enter__(self) -> Self:
         self._quarantine.__enter__()

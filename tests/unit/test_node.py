@@ -1,7 +1,11 @@
 """The program of a node that trains and serves, as far as it goes without torchrun and servers."""
 
+import json
+import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import nullcontext
@@ -9,7 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megatron_a3po import node as node_module
 from megatron_a3po.errors import A3poError
@@ -43,8 +51,33 @@ def torchrun_says(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)  # whatever other tests have made of it
 
 
+@pytest.fixture
+def readable(checkout: Path) -> Path:
+    """The checkout with a tokenizer, and with a few rows in each dataset of the recipe."""
+    words = models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), chat_template="{{ messages[0].content }}")
+    tokenizer.save_pretrained(checkout / "models" / "Qwen3-8B")
+    for name, number in (("dapo-math-17k", 7), ("aime-2024", 3)):
+        rows = [
+            {
+                "prompt": [{"role": "user", "content": f"{name} {index}"}],
+                "reward_model": {"ground_truth": "1"},
+                "extra_info": {"index": str(index)},
+            }
+            for index in range(number)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), checkout / "data" / f"{name}.parquet")
+    rows = [{"problem": f"{index} + 1", "answer": "1", "unique_id": str(index)} for index in range(5)]
+    write_math500(checkout, [json.dumps(row) for row in rows])
+    return checkout
+
+
+def write_math500(checkout: Path, lines: list[str]) -> None:
+    (checkout / "data" / "math500" / "test.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
 def test_a_dry_run_on_one_node(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    readable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun_says(monkeypatch)
     assert run_node(RECIPE, ["--dry-run", "seed=5"]) == 0
@@ -54,10 +87,28 @@ def test_a_dry_run_on_one_node(
     assert "--gpus 4,5,6,7" in output and "rollouts: 4 servers (registered) x TP1" in output
     assert "layout: 4 ranks = TP4 x DP1" in output and "seed=5" in output
     assert "0 visible GPUs, and 8 are needed" in output
+    assert "prompts: 7 to train on, 3 of aime24, 5 of math500\nnothing is wrong" in output
+
+
+def test_a_dry_run_reads_the_datasets(
+    readable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(readable))
+    good = [json.dumps({"problem": f"{index} + 1", "answer": "1", "unique_id": str(index)}) for index in range(300)]
+    write_math500(readable, [*good, "{"])
+    assert run_node(RECIPE, ["--dry-run"]) == 0
+    (bad_rows,) = re.findall(r"rows that cannot be used: (.*)", capsys.readouterr().out)
+    assert json.loads(Path(bad_rows).read_text())["line"] == 301
+
+    write_math500(readable, [*good[:5], "{", "{"])
+    assert run_node(RECIPE, ["--dry-run"]) == 1
+    assert "data/math500/test.jsonl: 7 rows, 5 prompts" in (output := capsys.readouterr().out)
+    assert "repair the dataset" in output and "nothing is wrong" not in output
 
 
 def test_a_dry_run_on_three_nodes(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    readable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun_says(monkeypatch, RANK=4, LOCAL_RANK=0, WORLD_SIZE=12, LOCAL_WORLD_SIZE=4)
     monkeypatch.setenv("NODE_ADDRESS", "10.0.0.2")
@@ -68,7 +119,7 @@ def test_a_dry_run_on_three_nodes(
 
 
 def test_servers_get_the_visible_gpus_that_training_leaves(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    readable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun_says(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
@@ -107,6 +158,22 @@ def test_a_folder_that_is_no_conversion_is_refused(
     for arguments in (["seed=1", "--dry-run", "seed=2"], []):
         assert run_node(RECIPE, arguments) == 2
         assert "Qwen3-8B-megatron is there, but holds no Megatron weights; remove it" in capsys.readouterr().out
+
+
+def test_a_conversion_of_earlier_weights_is_refused(
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torchrun_says(monkeypatch)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    weights = checkout / "models" / "Qwen3-8B-megatron" / "weights"
+    weights.mkdir(parents=True)
+    (weights / ".metadata").touch()
+    os.utime(weights, (1e9, 1e9))
+    for arguments in (["--dry-run"], []):
+        assert run_node(RECIPE, arguments) == 2
+        assert "models/Qwen3-8B is newer than models/Qwen3-8B-megatron, which was made" in capsys.readouterr().out
 
 
 def test_a_node_with_too_few_gpus_is_refused(
