@@ -4,12 +4,10 @@ starts rollout servers on the GPUs that training leaves over."""
 import argparse
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +19,9 @@ from megatron_a3po.config import RunConfig, load_architecture, load_config
 from megatron_a3po.config.describe import describe_run
 from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
 from megatron_a3po.config.server_key import read_server_key
-from megatron_a3po.data.dataset import QUARANTINE
 from megatron_a3po.errors import A3poError, ConfigError
 from megatron_a3po.rollout.launcher import check_host
-from megatron_a3po.rollout.prompt_loading import load_prompts
+from megatron_a3po.rollout.prompt_loading import try_datasets
 from megatron_a3po.runtime.processes import die_with_parent
 
 _LET_RANK_0_SPEAK_SECONDS = 3.0
@@ -269,25 +266,10 @@ def _dry_run(recipe: Recipe, node: Node, overrides: Sequence[str]) -> int:
         _check_gpus(config, node)
     except ConfigError as error:
         print(f"not checked, for want of GPUs here: {error}")
-    _check_datasets(config)
+    for line in try_datasets(config):
+        print(line)
     print("nothing is wrong with the configuration, the model's folder and the datasets")
     return 0
-
-
-def _check_datasets(config: RunConfig) -> None:
-    """Read them as the run will. Raises DataError; the list of bad rows stays for whoever repairs them."""
-    from transformers import AutoTokenizer
-
-    folder = Path(tempfile.mkdtemp(prefix="a3po_datasets_"))
-    try:
-        prompts = load_prompts(config, AutoTokenizer.from_pretrained(config.model), folder)
-    finally:
-        if not (bad_rows := folder / QUARANTINE).exists():
-            shutil.rmtree(folder)
-    evaluated = "".join(f", {len(each):,} of {name}" for name, each in prompts.evaluation.items())
-    print(f"prompts: {len(prompts):,} to train on{evaluated}")
-    if bad_rows.exists():
-        print(f"rows that cannot be used: {bad_rows}")
 
 
 def _first(path: str, command: Sequence[str]) -> str:

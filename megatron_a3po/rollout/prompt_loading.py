@@ -1,12 +1,14 @@
 """From the configuration to the prompts of a run."""
 
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config import Columns, DataConfig, RunConfig
 from megatron_a3po.config.model_files import read_model_config
-from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
+from megatron_a3po.data.dataset import QUARANTINE, DatasetFiles, DatasetLimits, load_dataset, load_evaluation
 from megatron_a3po.data.prompts import Prompt, PromptSet
 from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.data.rows import make_schema
@@ -25,6 +27,25 @@ def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
     prompts = _load(config, tokenizer, folder, described)
     prompts.evaluation = _with_room(config, prompts.evaluation, described)
     return prompts
+
+
+def try_datasets(config: RunConfig) -> Iterator[str]:
+    """Read them as a run will, and say what is there. Raises DataError.
+
+    The list of bad rows, if there are any, stays for whoever repairs them.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(tempfile.mkdtemp(prefix="a3po_datasets_"))
+    try:
+        prompts = load_prompts(config, AutoTokenizer.from_pretrained(config.model), folder)
+    finally:
+        if not (bad_rows := folder / QUARANTINE).exists():
+            shutil.rmtree(folder)
+    evaluated = "".join(f", {len(each):,} of {name}" for name, each in prompts.evaluation.items())
+    yield f"prompts: {len(prompts):,} to train on{evaluated}"
+    if bad_rows.exists():
+        yield f"rows that cannot be used: {bad_rows}"
 
 
 def _load(config: RunConfig, tokenizer: Any, folder: Path, described: dict[str, Any]) -> PromptSet:

@@ -336,5 +336,5 @@ def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_n
         wait_for_followers(run.folder, published, 30.0)
     finally:
         ended.set()
-        follower.join(10.0)
+        follower.join(60.0)
     assert not list((run.folder / "followers").iterdir())

@@ -200,7 +200,7 @@ def test_a_run_with_followers_makes_no_folder_itself_and_waits_for_theirs(model:
                 setting.change(version)
         finally:
             ended.set()
-            follower.join(10.0)
+            follower.join(60.0)
 
 
 def test_the_precision_of_a_server_is_known_by_its_version_though_its_folder_is_on_another_machine(

@@ -261,7 +261,7 @@ def launched(tmp_path: Path, number: int) -> Iterator[tuple["subprocess.Popen[by
 def test_a_signal_ends_all_servers_and_takes_their_registrations_back(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, 2) as (process, registrations):
         process.send_signal(number)
-        assert process.wait(timeout=30.0) == 0
+        assert process.wait(timeout=60.0) == 0
 
     assert read_registrations(tmp_path / "run" / "servers") == []
     assert not any(is_running(item.process_id) for item in registrations)

@@ -26,7 +26,7 @@ def run(program: str, log_file: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30.0,
+        timeout=60.0,
         check=True,
     )
 

@@ -207,7 +207,7 @@ def test_rank_0_makes_things_and_the_others_wait(tmp_path: Path, monkeypatch: py
     waiting = threading.Thread(target=node_module._make_once, args=(commands, replace(first, rank=1, local_rank=1)))
     waiting.start()
     node_module._make_once(commands, first)
-    waiting.join(5)
+    waiting.join(60)
     assert made.is_dir() and not waiting.is_alive()
     node_module._make_once(commands, first)  # it is there
 

@@ -69,7 +69,7 @@ async def test_aborted_responses_go_on_from_their_tokens_as_often_as_weights_are
         await publish(pool, server, version)
         await wait_until(lambda asked=version + 1: len(server.bodies("/generate")) == asked)
 
-    trajectories = (await asyncio.wait_for(sampling, 10.0)).trajectories
+    trajectories = (await asyncio.wait_for(sampling, 60.0)).trajectories
 
     # Half of what is missing comes before each pause: 4, 2, 1, 0 and 0 of 8 tokens, and the last one after all of them.
     assert [list(item.weight_versions) for item in trajectories] == [[0, 0, 0, 0, 1, 1, 2, 5]] * 2

@@ -212,20 +212,20 @@ def test_a_bucket_is_filled_while_the_one_before_is_sent_and_a_third_waits() -> 
 
     def send(bucket: Bucket, buffer: Tensor) -> None:
         sending.release()
-        assert may_end.acquire(timeout=10.0)
+        assert may_end.acquire(timeout=60.0)
         assert set(buffer.tolist()) == {bucket.number}
         sent.append(bucket.number)
 
     pipeline = BucketPipeline(send, 16, torch.device("cpu"), num_buffers=2)
     buckets = iter(source.plan.buckets)
     fill(pipeline, (next(buckets) for _ in range(2)))  # does not wait for anything to be sent
-    assert sending.acquire(timeout=10.0)
+    assert sending.acquire(timeout=60.0)
     third = threading.Thread(target=fill, args=(pipeline, buckets))
     third.start()
     assert sent == [] and third.is_alive()
     for _ in range(4):
         may_end.release()
-    third.join(10.0)
+    third.join(60.0)
     pipeline.finish()
 
     assert sent == [0, 1, 2, 3]

@@ -1,43 +1,30 @@
 """Two hundred publications cost what the second one did."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
+from tests.own_process import in_own_process
 from tests.unit.scripted_server import start_receiver
 from tests.unit.test_publisher import publishing, serve
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_TENSORS = 40
 MEGABYTE = 1 << 20
 
 
-def test_memory_open_files_and_threads_stay_as_they_are_over_200_publications() -> None:
-    """In a process of their own, whose memory no other test has a part in."""
-    program = "from tests.unit.test_publish_many import publish_many; publish_many()"
+def test_memory_open_files_and_threads_stay_as_they_are_over_200_publications(monkeypatch: pytest.MonkeyPatch) -> None:
     # One arena for all threads: else which one allocates first decides how much is resident.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120.0
-    )
-    assert done.returncode == 0, done.stderr
-    resident, files, threads = json.loads(done.stdout)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    resident, files, threads = in_own_process(publish_many)
     assert len(resident) == 200
     assert max(resident[100:]) - max(resident[50:100]) < 4 * MEGABYTE
     assert max(files[100:]) <= max(files[50:100]) + 2
     assert max(threads[100:]) <= max(threads[50:100]) + 2
 
 
-def publish_many() -> None:
-    """Prints resident bytes, open files and threads after each publication."""
-    from megatron_a3po.runtime.processes import end_process
-
+def publish_many() -> tuple[list[int], list[int], list[int]]:
+    """Resident bytes, open files and threads after each publication."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weights = [(f"t{number}", torch.zeros(8192)) for number in range(NUM_TENSORS)]
     process = psutil.Process()
@@ -61,5 +48,5 @@ def publish_many() -> None:
             threads.append(process.num_threads())
         assert publisher.plan is plan
     assert (metrics["published_bytes"], metrics["publish_buckets"]) == (NUM_TENSORS * 32768.0, 5.0)
-    print(json.dumps([resident, files, threads]))
-    end_process(0)
+    dist.destroy_process_group()
+    return resident, files, threads

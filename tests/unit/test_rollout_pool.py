@@ -16,6 +16,8 @@ from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import generate_request
 from tests.unit.scripted_server import (
+    DEADLINE_SECONDS,
+    PROMPT_SECONDS,
     Action,
     Json,
     ScriptedServer,
@@ -48,7 +50,7 @@ async def start_pool() -> AsyncIterator[StartPool]:
     pools = []
 
     async def start(
-        *urls: str, timeout_seconds: float = 5.0, find_dead: Callable[[], str | None] = lambda: None
+        *urls: str, timeout_seconds: float = 30.0, find_dead: Callable[[], str | None] = lambda: None
     ) -> ServerPool:
         pools.append(ServerPool(list(urls), timeout_seconds=timeout_seconds, find_dead=find_dead))
         pools[-1].states.confirm(0)  # as after a publication
@@ -177,12 +179,11 @@ async def test_a_dead_local_process_ends_a_request_without_further_attempts(
 async def test_a_dead_local_process_ends_the_watch_and_the_wait_at_once(start_pool: StartPool) -> None:
     pool = await start_pool("http://127.0.0.1:9", find_dead=lambda: "it ended with exit code 3")
 
-    start = time.monotonic()
-    with pytest.raises(RolloutServerDied, match="exit code 3"):
-        await pool.watch()
-    with pytest.raises(RolloutServerDied, match="exit code 3"):
-        await pool.wait_ready(60.0)
-    assert time.monotonic() - start < 2.0
+    async with asyncio.timeout(PROMPT_SECONDS):
+        with pytest.raises(RolloutServerDied, match="exit code 3"):
+            await pool.watch()
+        with pytest.raises(RolloutServerDied, match="exit code 3"):
+            await pool.wait_ready(DEADLINE_SECONDS)
 
 
 async def test_the_watch_raises_after_several_missed_answers_in_a_row(
@@ -198,7 +199,7 @@ async def test_the_watch_raises_after_several_missed_answers_in_a_row(
     servers[1].script("/model_info", close_connection)
 
     with pytest.raises(RolloutServerDied, match=servers[1].url):
-        await asyncio.wait_for(watch, 3.0)
+        await asyncio.wait_for(watch, PROMPT_SECONDS)
 
 
 async def test_the_watch_goes_on_while_generation_is_paused(
@@ -217,7 +218,7 @@ async def test_waiting_ends_with_the_servers_description_once_all_are_ready(
     pool = await start_pool(*(server.url for server in servers))
     servers[1].script("/ready", refuse(503, "loading"), calls=range(1, 2))
 
-    infos = await pool.wait_ready(5.0)
+    infos = await pool.wait_ready(DEADLINE_SECONDS)
 
     assert [info.tp_size for info in infos] == [1, 1]
     assert infos[0].enable_priority_scheduling
@@ -255,14 +256,13 @@ async def test_one_refusing_server_fails_the_call_to_all(servers: list[ScriptedS
 async def test_a_refusal_is_reported_at_once_though_another_server_hangs(
     servers: list[ScriptedServer], start_pool: StartPool
 ) -> None:
-    pool = await start_pool(*(server.url for server in servers))
+    pool = await start_pool(*(server.url for server in servers), timeout_seconds=DEADLINE_SECONDS)
     servers[0].script("/begin_weight_update", hang)
     servers[1].script("/begin_weight_update", refuse(400, "a session is open"))
 
-    start = time.monotonic()
-    with pytest.raises(RolloutError, match="a session is open"):
-        await pool.post_to_all("/begin_weight_update", {})
-    assert time.monotonic() - start < 1.0
+    async with asyncio.timeout(PROMPT_SECONDS):
+        with pytest.raises(RolloutError, match="a session is open"):
+            await pool.post_to_all("/begin_weight_update", {})
 
 
 async def test_reset_ignores_servers_that_have_nothing_to_undo(
@@ -307,7 +307,7 @@ async def test_a_request_after_a_long_idle_time_does_not_use_a_connection_that_t
     servers: list[ScriptedServer], start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert KEEP_ALIVE_SECONDS < 5.0, "an SGLang server closes idle connections after 5 s"
-    monkeypatch.setattr(pool_module, "KEEP_ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "KEEP_ALIVE_SECONDS", 1.0)
     pool = await start_pool(servers[0].url)
     client_ports: list[int] = []
 
@@ -317,7 +317,7 @@ async def test_a_request_after_a_long_idle_time_does_not_use_a_connection_that_t
         return success()
 
     servers[0].script("/end_weight_update", note_port)
-    for pause in (0.0, 0.0, 0.3):
+    for pause in (0.0, 0.0, 1.5):
         await asyncio.sleep(pause)
         await pool.post_to_all("/end_weight_update", {})
 

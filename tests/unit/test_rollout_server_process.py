@@ -35,7 +35,7 @@ def make_server(tmp_path: Path, program: str, *arguments: str) -> LocalServer:
     return LocalServer(tmp_path / "model", tmp_path / "server.log", make_command=lambda _: command)
 
 
-def wait_until(condition: Callable[[], bool], timeout_seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, "the deadline passed"
@@ -61,7 +61,7 @@ def test_the_end_of_the_block_ends_all_processes_at_once_also_those_that_ignore_
         assert all(is_running(id) for id in ids)
         start = time.monotonic()
 
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 8.0, "less than what it waits for processes that do not end"
     assert not any(is_running(id) for id in ids)
 
 
@@ -135,7 +135,7 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
         process.kill()
         process.wait()
 
-    wait_until(lambda: not is_running(server_id), timeout_seconds=3.0)
+    wait_until(lambda: not is_running(server_id), timeout_seconds=20.0)
 
 
 # An SGLang whose import starts a process that does not end with its parent; both write their process ids down.

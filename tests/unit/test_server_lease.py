@@ -41,7 +41,7 @@ async def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> Asyn
 
     async def start(run: str, *urls: str, min_servers: int | None = None) -> ServerPool:
         pools.append(ServerPool([server.url, *urls], timeout_seconds=5.0, run=run, min_servers=min_servers))
-        await asyncio.wait_for(pools[-1].wait_ready(5.0), 20.0)
+        await asyncio.wait_for(pools[-1].wait_ready(60.0), 60.0)
         return pools[-1]
 
     yield start
@@ -223,7 +223,7 @@ async def test_weights_that_another_run_has_published_are_found_by_the_watch(
     server.version = version_label(3, SECOND)
     message = r"version 3 of /runs/second \(host b, process 2\) instead of 3 of /runs/first \(host a, process 1\)"
     with pytest.raises(RolloutError, match=message):
-        await asyncio.wait_for(run.watch(), 5.0)
+        await asyncio.wait_for(run.watch(), 60.0)
 
 
 @pytest.mark.parametrize("label", ["default", "", "x 3", "3x of /runs/first", " of /runs/first"])
