@@ -51,8 +51,9 @@ def deregister(folder: Path, url: str) -> None:
 
 
 def read_registrations(folder: Path) -> list[Registration]:
-    """Those of the folder, in order of their URLs; a file that is none is reported and left out."""
-    return sorted(_read(folder).values(), key=lambda registration: registration.url)
+    """Those of the folder, one of each URL and in order of them; a file that is none is reported and left out."""
+    found = {registration.url: registration for registration in _read(folder).values()}
+    return [found[url] for url in sorted(found)]
 
 
 def remove_ended(folder: Path) -> list[str]:
@@ -67,7 +68,7 @@ def remove_ended(folder: Path) -> list[str]:
 
 def _read(folder: Path) -> dict[Path, Registration]:
     found = {}
-    for file in folder.glob("*.json"):
+    for file in filter(Path.is_file, sorted(folder.glob("*.json"))):  # a FIFO would be waited for
         with suppress(OSError):  # taken back meanwhile
             try:
                 found[file] = Registration.model_validate_json(file.read_bytes())

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def test_what_is_no_address_or_process_is_no_registration(tmp_path: Path, garbag
     assert remove_ended(tmp_path) == []
     assert [item.url for item in read_registrations(tmp_path)] == ["http://[::1]:5"]
     assert (tmp_path / "garbage.json").exists()
+
+
+def test_a_copy_of_a_registration_is_no_second_server_and_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    register(tmp_path, registration("http://a:1"))
+    shutil.copy(next(tmp_path.iterdir()), tmp_path / "copy.json")
+    os.mkfifo(tmp_path / "fifo.json")
+
+    assert [item.url for item in read_registrations(tmp_path)] == ["http://a:1"]
 
 
 def test_an_ended_server_is_removed_whatever_its_file_is_called(tmp_path: Path) -> None:

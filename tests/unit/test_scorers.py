@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_a3po.rollout.rewards.samples import InvalidReward, Sample, Score, to_score
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec, TaskSpec, make_scorer
+from megatron_a3po.rollout.rewards.scorers import KEY_VARIABLE, ScorerSpec, TaskSpec, make_scorer
 
 Reply = Callable[[dict[str, Any]], tuple[int, str]]
 
@@ -26,12 +26,14 @@ class JudgeServer:
     def __init__(self) -> None:
         self.replies: list[Reply] = []
         self.asked: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 judge.asked.append(body)
+                judge.authorizations.append(self.headers["Authorization"])
                 reply = judge.replies.pop(0) if len(judge.replies) > 1 else judge.replies[0]
                 status, text = reply(body)
                 self.send_response(status)
@@ -69,6 +71,15 @@ def test_a_server_is_asked_once_for_a_group_and_sees_all_of_it(judge: JudgeServe
     expected = {"prompt_id": "p/1", "prompt": "What?", "answer": "42", "row": {"level": 5}}
     expected |= {"num_tokens": 3, "truncated": False}
     assert judge.asked == [{"samples": [expected | {"response": "a"}, expected | {"response": "aa"}]}]
+
+
+def test_a_server_gets_the_key_of_the_environment(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge.replies = [lengths]
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    make_scorer(ScorerSpec(scorer=judge.url))([sample("a")])
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    make_scorer(ScorerSpec(scorer=judge.url))([sample("a")])
+    assert judge.authorizations == [None, "Bearer secret"]
 
 
 def test_a_server_may_give_reasons(judge: JudgeServer) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from megatron_a3po.rollout.rewards.answers import RIGHT, WRONG, grade_by_math, g
 from megatron_a3po.rollout.rewards.samples import InvalidReward, Sample, Score, to_score
 
 Scorer = Callable[[Sequence[Sample]], list[Score]]
+KEY_VARIABLE = "A3PO_REWARD_KEY"
+"""What a scoring server wants to see, if it asks: never on a command line, in a file of the run or in a log"""
 _HTTP_ATTEMPTS = 3
 
 
@@ -139,8 +142,12 @@ def _http_scorer(url: str) -> Callable[[Sequence[Sample]], Any]:
     """POSTs `{"samples": [...]}`, a group at a time, and takes `{"scores": [number or {"score", "reason"}, ...]}`."""
     import aiohttp
 
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["Authorization"] = f"Bearer {key}"
+
     async def ask(session: aiohttp.ClientSession, body: str) -> str:
-        async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+        async with session.post(url, data=body, headers=headers) as response:
             text = await response.text()
             if response.status >= 500:
                 raise aiohttp.ClientConnectionError(f"status {response.status}: {text[:300]}")
