@@ -1,44 +1,143 @@
-"""NCCL beside gloo in one default group, and weights that a trainer on one GPU sends to a server on another."""
+"""NCCL beside gloo in one default group, and weights that a trainer on one GPU sends to a server on another.
 
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, Literal
+On CPUs, the same functions go through gloo alone.
+"""
 
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from aiohttp import web
+
+from megatron_a3po.errors import PublishError
+from megatron_a3po.parallel.layout import RankInfo, init_distributed
+from megatron_a3po.parallel.reduce import reduce_statistics
+from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.transport import UpdateGroups
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
+from tests.unit.scripted_server import Json, Receiver, ScriptedServer, close_connection, refuse, start_receiver
+from tests.unit.test_publisher import UPDATE, Named, OneRank, as_bytes, control, serve
 
-pytestmark = needs_gpus(2, transformer_engine=False)
-
+Device = Literal["cuda", "cpu"]
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.distributed),
+    pytest.param("cuda", marks=needs_gpus(2, transformer_engine=False)),
+]
 WORLD_SIZE = 2
+TIMEOUT_SECONDS = 60.0
+"""Of a publication; what goes wrong shows much earlier."""
 
 
-def test_tensors_on_gpus_travel_by_nccl_and_those_on_the_cpu_by_gloo_beside_the_waiting_group() -> None:
-    output = run_ranks(exchange, WORLD_SIZE, "cuda", timeout_seconds=150, with_gpus=True)
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Device:
+    name: Device = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def receiver(device: Device) -> Iterator[Receiver]:
+    with start_receiver("cuda:1" if device == "cuda" else "cpu") as started:
+        yield started
+
+
+def test_tensors_travel_by_the_devices_backend_and_those_on_the_cpu_by_gloo_beside_the_waiting_group(
+    device: Device,
+) -> None:
+    output = run_ranks(exchange, WORLD_SIZE, device, timeout_seconds=150, with_gpus=device == "cuda")
     assert "exchanged" in output
 
 
-def test_published_weights_reach_a_server_on_another_gpu_bit_for_bit() -> None:
-    output = run_ranks(publish, WORLD_SIZE, "cuda", timeout_seconds=150, with_gpus=True)
-    assert "published" in output
+def test_published_weights_reach_a_server_on_another_device_bit_for_bit(device: Device, receiver: Receiver) -> None:
+    with serve(receiver) as (server,):
+        _run_trainer(publish_twice, device, server)
+        assert _received(server, receiver) == [_expected(1), _expected(2)]
 
 
-def _join(device: Literal["cuda", "cpu"]) -> tuple[Any, Any, Any]:
+def test_a_server_that_refuses_the_first_bucket_is_an_error_and_the_trainer_can_publish_again(
+    device: Device, receiver: Receiver
+) -> None:
+    with serve(receiver) as (server,):
+        server.script(UPDATE, refuse(400, "unknown dtype"), calls=range(1, 2))
+        output = _run_trainer(fail_and_publish, device, server)
+        assert f"{server.url}{UPDATE} answered 400" in output
+        assert "unknown dtype" in output
+        assert _received(server, receiver) == [_expected(2)]
+
+
+def test_a_server_that_is_killed_in_a_broadcast_is_an_error_and_the_trainer_goes_on(
+    device: Device, receiver: Receiver
+) -> None:
+    """The last test with the receiver."""
+    with serve(receiver) as (server,):
+
+        async def die(request: web.Request, body: Json) -> web.StreamResponse:
+            await asyncio.sleep(1.0)  # for the trainer to be in the broadcast, which cannot end
+            receiver.kill()
+            for path in ("/destroy_weights_update_group", "/end_weight_update"):
+                server.script(path, close_connection)
+            return await close_connection(request, body)
+
+        server.script(UPDATE, die, calls=range(2, 3))
+        output = _run_trainer(publish_and_fail, device, server)
+        assert "version 2 was not published" in output
+        assert server.version == "unfinished 2"
+
+
+def _run_trainer(function: Callable[..., None], device: Device, server: ScriptedServer) -> str:
+    output = run_ranks(function, 1, device, server.url, timeout_seconds=150, with_gpus=device == "cuda")
+    assert "the trainer is well" in output
+    return output
+
+
+def _received(server: ScriptedServer, receiver: Receiver) -> list[dict[str, bytes]]:
+    """Publication by publication, all tensors by name. Empties the receiver."""
+    publications: list[dict[str, bytes]] = [{}]
+    requests = server.bodies(UPDATE)[-len(receiver.buffers) :]  # those before were refused
+    for request, buffer in zip(requests, receiver.buffers, strict=True):
+        start = 0
+        for name, dtype, shape in zip(request["names"], request["dtypes"], request["shapes"], strict=True):
+            assert name not in publications[-1]
+            end = start + torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            publications[-1][name] = buffer[start:end]
+            start = end
+        assert start == len(buffer)
+        if "weight_version" in request:
+            publications.append({})
+    receiver.buffers.clear()
+    return publications[:-1]
+
+
+def _expected(version: int) -> dict[str, bytes]:
+    return {name: as_bytes(tensor) for name, tensor in _weights("cpu", version)}
+
+
+def _weights(where: torch.device | str, version: int) -> Named:
+    """The same numbers on every device, in several buckets. The first one is more than what fits into the buffers of a
+    connection, so that its broadcast waits for the receiver."""
+    generator = torch.Generator().manual_seed(version)
+    sizes = {0: 4 << 20} | {number: number * 70_001 for number in range(1, 9)}
+    dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+    return [
+        (f"weight {number}", torch.randn(size, generator=generator).to(where, dtypes[number % 3]))
+        for number, size in sizes.items()
+    ]
+
+
+def _join(device: Device) -> tuple[RankInfo, torch.device, dist.ProcessGroup]:
     """This rank, its device, and the group in which ranks wait."""
-    import torch
-
-    from megatron_a3po.parallel.layout import RankInfo, init_distributed
-
     info = RankInfo.from_environment()
     waiting = init_distributed(info, device, 60.0)
     return info, torch.device(device, info.local_rank) if device == "cuda" else torch.device("cpu"), waiting
 
 
-def exchange(device: Literal["cuda", "cpu"]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_a3po.parallel.reduce import reduce_statistics
-
+def exchange(device: Device) -> None:
     info, where, waiting = _join(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         values = torch.arange(1000, device=where).remainder(100).to(dtype) + info.rank
@@ -73,121 +172,63 @@ def exchange(device: Literal["cuda", "cpu"]) -> None:
     dist.destroy_process_group()
 
 
-def publish(device: Literal["cuda", "cpu"]) -> None:
-    """Rank 0 publishes; rank 1 takes the steps of a server."""
-    import torch.distributed as dist
-
-    from megatron_a3po.config import PublishConfig
-    from megatron_a3po.runtime.timing import PhaseTimer
-    from megatron_a3po.weights.publisher import WeightPublisher
-
-    info, where, waiting = _join(device)
-    if info.rank == 0:
-        config = PublishConfig(bucket_bytes=1 << 20, timeout_seconds=60)
-        receivers: Any = _OneServer(waiting)
-        backend = "nccl" if device == "cuda" else "gloo"
-        with WeightPublisher(
-            config, lambda: _weights(where), receivers, backend=backend, timer=PhaseTimer()
-        ) as publisher:
-            publisher.publish(1)
-            publisher.publish(2)
-        receivers.tell("compare")
-        print("published", flush=True)
-    else:
-        _serve(where, waiting)
-    dist.barrier(group=waiting)
-    dist.destroy_process_group()
+def publish_twice(device: Device, url: str) -> None:
+    _, where, waiting = _join(device)
+    with _publishing(url, where, waiting) as publish:
+        publish(1)
+        publish(2)
+    _say_that_all_is_well(where)
 
 
-def _weights(where: Any) -> list[tuple[str, Any]]:
-    """Of several dtypes and sizes, more than one bucket together; the same numbers on every device."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.bfloat16, torch.bfloat16, torch.float32)
-    return [
-        (f"weight {number}", torch.randn(number + 1, 70_001, generator=generator).to(where, dtypes[number % 3]))
-        for number in range(9)
-    ]
+def fail_and_publish(device: Device, url: str) -> None:
+    _, where, waiting = _join(device)
+    with _publishing(url, where, waiting) as publish:
+        _fail(publish, 1)
+    with _publishing(url, where, waiting) as publish:
+        publish(2)
+    _say_that_all_is_well(where)
 
 
-class _OneServer:
-    """Rank 0's side of a server that is rank 1: commands travel through the waiting group."""
-
-    urls = ("http://127.0.0.1:1",)
-    group_world_size = 2
-
-    def __init__(self, waiting: Any) -> None:
-        self._waiting = waiting
-
-    def tell(self, command: str, *arguments: Any) -> "Future[None]":
-        import torch.distributed as dist
-
-        dist.broadcast_object_list([command, arguments], src=0, group=self._waiting)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> "Future[None]":
-        return self.tell("join", name, address, port, backend)
-
-    def update(self, body: dict[str, Any], timeout_seconds: float) -> "Future[None]":
-        return self.tell("receive", body)
-
-    def destroy_group(self, name: str) -> "Future[None]":
-        return self.tell("leave", name)
-
-    def pause(self) -> None: ...
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def resume(self) -> None: ...
+def publish_and_fail(device: Device, url: str) -> None:
+    _, where, waiting = _join(device)
+    with _publishing(url, where, waiting, num_weights=1) as publish:
+        publish(1)
+        _fail(publish, 2)
+    _say_that_all_is_well(where)
 
 
-def _serve(where: Any, waiting: Any) -> None:
-    """What a server does with each command, until it has compared what it received with what it should have."""
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
-    group: Any = None
-    received: dict[str, Any] = {}
-
-    def join(name: str, address: str, port: int, backend: str) -> None:
-        nonlocal group
-        # The steps of SGLang's init_custom_process_group.
-        timeout = timedelta(seconds=60)
-        store, _, _ = next(c10d.rendezvous(f"tcp://{address}:{port}", 1, WORLD_SIZE, timeout=timeout))
-        prefixed = c10d.PrefixStore(name, store)
-        group, _ = c10d._new_process_group_helper(
-            WORLD_SIZE, 1, [], c10d.Backend(backend), prefixed, group_name=c10d.GroupName(name), timeout=timeout
+@contextmanager
+def _publishing(
+    url: str, where: torch.device, waiting: dist.ProcessGroup, *, num_weights: int | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A function that publishes the weights of a version as that version."""
+    present = _weights(where, 0)[:num_weights]
+    source = OneRank(lambda: present, bucket_bytes=1 << 20)
+    source.device = where
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    with control(url) as receivers:
+        groups = UpdateGroups(
+            source.plan, receivers, waiting, run_id="test", backend=backend, timeout_seconds=TIMEOUT_SECONDS
         )
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(WORLD_SIZE)}
+        with WeightPublisher(source, groups, receivers, waiting, timer=PhaseTimer()) as publisher:
 
-    def receive(body: dict[str, Any]) -> None:
-        shapes = [torch.Size(shape) for shape in body["shapes"]]
-        dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=where)
-        dist.broadcast(buffer, src=0, group=group)
-        parts = zip(body["names"], buffer.split(sizes), shapes, dtypes, strict=True)
-        received.update({name: part.view(dtype).view(shape) for name, part, shape, dtype in parts})
+            def publish(version: int) -> None:
+                present[:] = _weights(where, version)[:num_weights]
+                publisher.publish(version)
 
-    def compare() -> None:
-        expected = dict(_weights(where))
-        assert received.keys() == expected.keys()
-        assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+            yield publish
 
-    commands: dict[str, Callable[..., None]] = {
-        "join": join,
-        "receive": receive,
-        "leave": lambda _: dist.destroy_process_group(group),
-        "compare": compare,
-    }
-    command = ""
-    while command != "compare":
-        said: list[Any] = [None, None]
-        dist.broadcast_object_list(said, src=0, group=waiting)
-        command, arguments = said
-        commands[command](*arguments)
+
+def _fail(publish: Callable[[int], None], version: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(PublishError) as failure:
+        publish(version)
+    assert time.monotonic() - start < TIMEOUT_SECONDS
+    print(failure.value, flush=True)
+
+
+def _say_that_all_is_well(where: torch.device) -> None:
+    ones = torch.ones(1000, device=where)
+    dist.all_reduce(ones)
+    assert float(ones.sum()) == 1000
+    print("the trainer is well", flush=True)

@@ -312,10 +312,11 @@ class Receiver:
 
 
 @contextmanager
-def start_receiver() -> Iterator[Receiver]:
+def start_receiver(device: str = "cpu") -> Iterator[Receiver]:
+    """`device`: where its buffers are."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_receiver_main, args=(theirs,), daemon=True)
+    process = context.Process(target=_receiver_main, args=(theirs, device), daemon=True)
     process.start()
     receiver = Receiver(process, ours)
     try:
@@ -325,7 +326,7 @@ def start_receiver() -> Iterator[Receiver]:
         receiver.kill()
 
 
-def _receiver_main(pipe: "Connection[Any, Any]") -> None:
+def _receiver_main(pipe: "Connection[Any, Any]", device: str) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
@@ -355,9 +356,9 @@ def _receiver_main(pipe: "Connection[Any, Any]") -> None:
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
         ]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         dist.broadcast(buffer, src=0, group=groups[body["group_name"]])
-        return buffer.numpy().tobytes()
+        return buffer.cpu().numpy().tobytes()
 
     def leave(body: Json) -> None:
         if body["group_name"] in groups:
