@@ -41,8 +41,6 @@ class ServerControl:
     """for one control call"""
     find_urls: Callable[[], list[str]] = list
     """Of servers, some of which may have come since"""
-    _groups: list[str] = field(default_factory=list)
-    """Names of groups that servers may be in"""
     _participants: list[Server] = field(default_factory=list)
     _unflushed: dict[Server, str] = field(default_factory=dict)
     """Those that hold new weights, of this version, and still keys and values of the old ones"""
@@ -88,7 +86,6 @@ class ServerControl:
 
     def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> Future[Any]:
         """Returns at once; the servers answer when all ranks have joined."""
-        self._groups.append(name)
 
         async def create() -> None:
             offset, bodies, world_size = 1, {}, self.group_world_size
@@ -103,22 +100,23 @@ class ServerControl:
                 }
                 offset += tp_size
             patience = _patience(timeout_seconds)
-            path = "/init_weights_update_group"
-            await self.pool.for_each(
-                lambda server: self.pool.post(server, path, bodies[server], patience), together=True
-            )
+
+            async def join(server: Server) -> None:
+                server.groups.append(name)
+                await self.pool.post(server, "/init_weights_update_group", bodies[server], patience)
+
+            await self.pool.for_each(join, together=True)
 
         return self.loop.submit(create())
 
     def destroy_group(self, name: str) -> Future[Any]:
         """Returns at once: all ranks, the trainer's too, should leave together."""
-        if name in self._groups:
-            self._groups.remove(name)
-        return self.loop.submit(self.pool.post_to_all("/destroy_weights_update_group", {"group_name": name}))
+        return self.loop.submit(self.pool.for_each(partial(recovery.leave_group, self.pool, name=name)))
 
     def forget_group(self, name: str) -> None:
         """Leave a group that a run which died, or a publication that failed, may have left at a server."""
-        self.loop.run(self._forget_group(name))
+        leave = partial(recovery.leave_group, self.pool, name=name, timeout_seconds=GRACE_SECONDS)
+        self.loop.run(self.pool.for_each(leave))
 
     def pause(self) -> None:
         """retract: running requests go back to the queue, keep their tokens, and go on with the new weights after
@@ -206,7 +204,7 @@ class ServerControl:
         if call_back != "none":
             for url in await asyncio.wrap_future(in_background(self.find_urls, "registrations")):
                 self.pool.add(url)
-            await recovery.call_back(self.pool, self._groups, at_once=call_back == "all")
+            await recovery.call_back(self.pool, at_once=call_back == "all")
         await recovery.take_back_leases(self.pool)
         if not states.enough:
             states.fail_if_too_few()
@@ -215,21 +213,10 @@ class ServerControl:
 
     async def _recover(self, version: int) -> Literal["done", "again", "failed"]:
         states = self.pool.states
-        await recovery.undo_publication(self.pool, self._participants, self._groups)
+        await recovery.undo_publication(self.pool, self._participants)
         if states.enough and all(server.is_whole and server.version == version for server in states.members):
             return "done"
-        self._groups.clear()
         return "again" if states.enough and len(states.members) < len(self._participants) else "failed"
-
-    async def _forget_group(self, name: str) -> None:
-        async def forget(server: Server) -> None:
-            try:
-                await self.pool.post(server, "/destroy_weights_update_group", {"group_name": name}, GRACE_SECONDS)
-            except RequestRefused as error:
-                # 400 is the answer where there is no such group.
-                logger.debug("no group to forget: %s", error)
-
-        await self.pool.for_each(forget)
 
     async def _update(self, path: str, body: dict[str, Any], timeout_seconds: float, *, together: bool) -> None:
         # In place, what was cached with the old weights is in use, and stays.

@@ -15,7 +15,18 @@ GRACE_SECONDS = 5.0
 _RETURN_SECONDS = 10.0
 
 
-async def undo_publication(pool: ServerPool, participants: Sequence[Server], group_names: Sequence[str]) -> None:
+async def leave_group(pool: ServerPool, server: Server, name: str, timeout_seconds: float | None = None) -> None:
+    """Also where the server is in no such group. Raises RolloutError when it does not answer."""
+    try:
+        await pool.post(server, "/destroy_weights_update_group", {"group_name": name}, timeout_seconds)
+    except RequestRefused as error:
+        # 400 is the answer where there is no such group.
+        logger.debug("no group to leave: %s", error)
+    if name in server.groups:
+        server.groups.remove(name)
+
+
+async def undo_publication(pool: ServerPool, participants: Sequence[Server]) -> None:
     """After a failure: nobody stays in a group or a session, and those that hold a whole version go on sampling.
 
     Whoever does not answer to that goes into quarantine. Whoever holds parts of a version stays paused.
@@ -24,7 +35,7 @@ async def undo_publication(pool: ServerPool, participants: Sequence[Server], gro
 
     async def undo(server: Server) -> None:
         try:
-            await _leave(pool, server, group_names)
+            await _leave(pool, server)
             if server.error is None and server.is_whole:
                 await pool.post(server, "/continue_generation", {}, GRACE_SECONDS)
         except RolloutError as error:
@@ -45,7 +56,7 @@ async def take_back_leases(pool: ServerPool) -> None:
     await asyncio.gather(*(take_back(server) for server in pool.states.members if server.lease.has_run_out))
 
 
-async def call_back(pool: ServerPool, group_names: Sequence[str], *, at_once: bool) -> None:
+async def call_back(pool: ServerPool, *, at_once: bool) -> None:
     """Have servers in quarantine that answer again take part: they leave what they were in, and drop their requests,
     which were given to others. Nothing is continued there. at_once: also those that failed often."""
 
@@ -55,7 +66,7 @@ async def call_back(pool: ServerPool, group_names: Sequence[str], *, at_once: bo
             return
         try:
             async with asyncio.timeout(_RETURN_SECONDS):
-                info = await _returned(pool, server, group_names)
+                info = await _returned(pool, server)
         except (RolloutError, TimeoutError) as error:
             logger.debug("%s stays in quarantine: %r", server.url, error)
             pool.states.keep_out(server, error)
@@ -65,18 +76,18 @@ async def call_back(pool: ServerPool, group_names: Sequence[str], *, at_once: bo
     await asyncio.gather(*map(ask, pool.states.quarantined))
 
 
-async def _returned(pool: ServerPool, server: Server, group_names: Sequence[str]) -> ServerInfo:
+async def _returned(pool: ServerPool, server: Server) -> ServerInfo:
     info = await server.client.server_info()
     if (problem := pool.unusable(server, info)) is not None:
         raise RolloutError(problem)
     if not await server.lease.take():
         raise RolloutError(await pool.occupied(server))
-    await _leave(pool, server, group_names)
+    await _leave(pool, server)
     await pool.post(server, "/abort_request", {"abort_all": True}, GRACE_SECONDS)
     return info
 
 
-async def _leave(pool: ServerPool, server: Server, group_names: Sequence[str]) -> None:
+async def _leave(pool: ServerPool, server: Server) -> None:
     """Raises RolloutError when the server does not answer."""
     try:
         async with asyncio.timeout(GRACE_SECONDS), server.calls:
@@ -85,10 +96,10 @@ async def _leave(pool: ServerPool, server: Server, group_names: Sequence[str]) -
         if server.call is not None:
             server.call.cancel()
         raise RolloutError(f"{server.url} gave no answer to a call of the publication") from None
-    undo = [("/destroy_weights_update_group", {"group_name": name}) for name in group_names]
-    for path, body in [*undo, ("/end_weight_update", {})]:
-        try:
-            await pool.post(server, path, body, GRACE_SECONDS)
-        except RequestRefused as error:
-            # 400 is the answer where there is nothing to undo.
-            logger.debug("undone already: %s", error)
+    for name in list(server.groups):
+        await leave_group(pool, server, name, GRACE_SECONDS)
+    try:
+        await pool.post(server, "/end_weight_update", {}, GRACE_SECONDS)
+    except RequestRefused as error:
+        # 400 is the answer where no session is open.
+        logger.debug("ended already: %s", error)

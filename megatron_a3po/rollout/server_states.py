@@ -38,6 +38,8 @@ class Server:
         """Control calls go one after the other: what undoes a call must not overtake it."""
         self.call: asyncio.Task[object] | None = None
         """The control call under way"""
+        self.groups: list[str] = []
+        """Names of the update groups that it was asked to join, and has not answered yet to have left"""
         self.failures = 0
         """In a row, without a confirmed version in between"""
         self.skips = 0

@@ -47,6 +47,7 @@ from tests.unit.test_publisher import (  # noqa: F401
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 CONTINUE = "/continue_generation"
+LEAVE = "/destroy_weights_update_group"
 
 
 @pytest.fixture(autouse=True)
@@ -337,3 +338,44 @@ def test_a_server_that_fails_again_and_again_is_asked_ever_more_rarely() -> None
             if second.paths().count("/begin_weight_update") > before:
                 tried.append(version)
         assert tried == [0, 1, 3, 7, 15] and first.version == "15"
+
+
+def left_groups(server: ScriptedServer) -> list[str]:
+    return [body["group_name"] for body in server.bodies(LEAVE)]
+
+
+def test_however_often_others_take_part_a_server_that_comes_back_leaves_only_what_it_may_be_in() -> None:
+    with running(None, None) as run:
+        receivers, second = run.receivers, run.servers[1]
+        for number in range(50):
+            receivers.create_group(f"group {number}", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+            receivers.reject({second.url: "it holds other weights"})
+            before = len(left_groups(second))
+            receivers.muster(call_back="all")
+            assert left_groups(second)[before:] == [f"group {number}"] and run.quarantined == []
+            receivers.forget_group(f"group {number}")
+        assert [server.groups for server in receivers.pool.states.servers] == [[], []]
+        receivers.create_group("the last", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+        receivers.destroy_group("the last").result(10.0)
+        assert [server.groups for server in receivers.pool.states.servers] == [[], []]
+
+
+def test_a_server_that_was_too_stuck_to_leave_its_group_leaves_it_when_it_comes_back() -> None:
+    with running(None, None) as run:
+        receivers, (first, second) = run.receivers, run.servers
+        receivers.muster(call_back="none")
+        receivers.create_group("group", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+        second.script(LEAVE, hang)
+        receivers.close_case()
+        assert receivers.recover(0) == "again"
+        assert run.quarantined == [second.url] and left_groups(first) == ["group"]
+
+        receivers.muster(call_back="all")
+        assert run.quarantined == [second.url]
+        second.script(LEAVE, refuse(400, "The group to be destroyed does not exist."))
+        receivers.muster(call_back="all")
+        assert run.quarantined == [] and left_groups(second) == ["group"] * 3
+        # Whoever answers that there is no such group is not told again.
+        receivers.reject({second.url: "it holds other weights"})
+        receivers.muster(call_back="all")
+        assert run.quarantined == [] and left_groups(second) == ["group"] * 3

@@ -191,10 +191,10 @@ async def test_a_server_that_another_run_has_taken_is_left_out_until_that_run_en
         await wait_until(lambda: [out.url for out in run.states.quarantined] == [server.url])
         assert "another run that is alive" in str(run.states.quarantined[0].error)
 
-        await recovery.call_back(run, [], at_once=True)
+        await recovery.call_back(run, at_once=True)
         assert [out.url for out in run.states.quarantined] == [server.url]
         server.sessions.clear()
-        await recovery.call_back(run, [], at_once=True)
+        await recovery.call_back(run, at_once=True)
         assert run.states.quarantined == [] and run.states.servers[0].lease.is_held
         watch.cancel()
 
