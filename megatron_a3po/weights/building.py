@@ -12,12 +12,12 @@ import torch.distributed as dist
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_files import has_megatron_weights
 from megatron_a3po.hf.folder import HfFolder
-from megatron_a3po.parallel.messages import broadcast_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.delta_folder import described_by
 from megatron_a3po.weights.delta_transport import DeltaTransport
 from megatron_a3po.weights.disk import DiskTransport, FileSettings
 from megatron_a3po.weights.plan import Plan
+from megatron_a3po.weights.problems import on_rank_zero
 from megatron_a3po.weights.publisher import Transport, WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.served import Served, fp8_rule, served_quantization
@@ -40,12 +40,7 @@ def build_publisher(
     # Megatron decides when it is imported which device and which modules there are: the policy's builder sees to it.
     from megatron_a3po.weights.gather import WeightCollector
 
-    names = None
-    if receivers is not None and not has_megatron_weights(config.model):
-        folder = HfFolder.open(config.model)
-        names = published_names(folder.names(), folder.config)
-    quantization = served_quantization(_served(config, receivers)) if receivers is not None else None
-    names, quantization = broadcast_json([names, quantization], control)
+    names, quantization = on_rank_zero(lambda: _names_and_quantization(config, receivers), control)
     collector = WeightCollector(
         chunks,
         groups,
@@ -71,6 +66,20 @@ def build_publisher(
     )
     fallback = disk if publish.fallback else None
     return WeightPublisher(collector, update_groups, receivers, control, timer=timer, fallback=fallback)
+
+
+def _names_and_quantization(
+    config: RunConfig, receivers: WeightReceivers | None
+) -> tuple[list[str] | None, Mapping[str, Any] | None]:
+    """On rank 0: the tensors of the model's own files, if there are any, and what the servers' config.json says of
+    FP8."""
+    if receivers is None:
+        return None, None
+    names = None
+    if not has_megatron_weights(config.model):
+        folder = HfFolder.open(config.model)
+        names = published_names(folder.names(), folder.config)
+    return names, served_quantization(_served(config, receivers))
 
 
 def _folder(config: RunConfig) -> Path:

@@ -15,7 +15,14 @@ from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
 from megatron_a3po.weights.delta_followers import wait_for_followers
 from megatron_a3po.weights.delta_writer import OwnedShard, Written
-from megatron_a3po.weights.disk import FOLDER, FileSettings, announced_folder, lock_published, shards_of
+from megatron_a3po.weights.disk import (
+    FOLDER,
+    FileSettings,
+    announced_folder,
+    lock_published,
+    shards_of,
+    wait_for_bucket,
+)
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals
@@ -38,6 +45,8 @@ class DeltaTransport:
             f"From now on, weights are published through files in {settings.folder}; find out why the servers could "
             "not be reached through the network"
         )
+        self._pause_first = settings.pause_first
+        self._buckets = plan.buckets
         self._shards = shards_of(plan)
         self._start = f"start_{secrets.token_hex(4)}"
         self._owned: dict[int, OwnedShard] = {}
@@ -61,13 +70,14 @@ class DeltaTransport:
         settings = self._settings
         folder = settings.folder.resolve()
         start = folder / self._start
-        if settings.pause_first:
+        if self._pause_first:
             self._receivers.pause()
+            self._pause_first = False
         with timer.phase("publish/write"):
             self._describe(start / MODEL)
             signals.tell(FOLDER, str(start))
-            numbers = range(len(self._shards))
-            written = [Written.model_validate_json(signals.wait_for(f"ready {number}")) for number in numbers]
+            told = [wait_for_bucket(bucket, signals, settings) for bucket in self._buckets]
+            written = [Written.model_validate_json(text) for text in told]
             published = Published(version=version, start=self._start, shards=tuple(each.shard for each in written))
             write_durably(folder / PUBLISHED, published.model_dump_json() + "\n")
         self._metrics = _metrics(written)

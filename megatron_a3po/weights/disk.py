@@ -38,15 +38,21 @@ class FileSettings:
     quantization_config: Mapping[str, Any] | None = None
     """What config.json shall say about FP8"""
     pause_first: bool = False
-    """Before anything is written, which tells early that a server is gone"""
+    """Before anything is written, the first time, which tells early that a server is gone"""
     timeout_seconds: float
-    """For the servers' reading"""
+    """For an owner's writing of a bucket, and for the servers' reading"""
 
 
 def shards_of(plan: Plan) -> list[Shard]:
     """A file of each bucket."""
     names = [shard_name(bucket.number + 1, len(plan.buckets)) for bucket in plan.buckets]
     return [Shard(file_name=name, tensors=bucket.tensors) for name, bucket in zip(names, plan.buckets, strict=True)]
+
+
+def wait_for_bucket(bucket: Bucket, signals: Signals, settings: FileSettings) -> str:
+    """On rank 0: what the owner says of the bucket when it is written. Raises Stopped, PublishError."""
+    what = f"rank {bucket.owner} could not write {bucket.title} to {settings.folder}"
+    return signals.wait_for(f"ready {bucket.number}", settings.timeout_seconds, what)
 
 
 def announced_folder(signals: Signals, owner: int) -> Path:
@@ -70,10 +76,12 @@ class DiskTransport:
         """`receivers` on rank 0."""
         self._receivers = receivers
         self._settings = settings
+        self._pause_first = settings.pause_first
         self.why_not = (
             f"From now on, weights are published through files in {settings.folder}, which is slower; find out why the "
             "servers could not be reached through the network"
         )
+        self._buckets = plan.buckets
         self._shards = shards_of(plan)
         self._lock: FolderLock | None = None
 
@@ -98,14 +106,14 @@ class DiskTransport:
         output = HfOutput(
             target=target, source=settings.model, quantization_config=settings.quantization_config, replace=True
         )
-        if settings.pause_first:
+        if self._pause_first:
             self._receivers.pause()
+            self._pause_first = False
         with timer.phase("publish/write"):
             output.begin(self._shards)
             signals.tell(FOLDER, str(output.folder))
-            for number in range(len(self._shards)):
-                # Without a timeout: how long a bucket is written depends on the storage. An owner that fails tells.
-                signals.wait_for(f"ready {number}")
+            for bucket in self._buckets:
+                wait_for_bucket(bucket, signals, settings)
             output.finish(self._shards)
         with timer.phase("publish/pause"):
             self._receivers.pause()

@@ -25,6 +25,7 @@ from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
+from megatron_a3po.weights.problems import on_all_ranks
 from megatron_a3po.weights.skeleton import Part, build_skeleton
 from megatron_a3po.weights.sources import Holdings, Shard, Source
 
@@ -59,7 +60,7 @@ class WeightCollector:
         assert isinstance(solo, dist.ProcessGroup)
         self._solo = solo
         with _as_one_rank(solo):
-            self._skeleton = build_skeleton(model)
+            self._skeleton = on_all_ranks(lambda: build_skeleton(model), control)
         known = {parameter.name for part in self._skeleton.parts for parameter in part.parameters}
         self._held = _local_tensors(chunks, known)
         mine = _describe(self._held, groups)
@@ -78,7 +79,7 @@ class WeightCollector:
         if self.device.type == "cuda" and any(spec.dtype == FP8 for spec in self.plan.tensors):
             from megatron_a3po.hf.triton_quantize import check_kernel
 
-            check_kernel(self.device)
+            on_all_ranks(lambda: check_kernel(self.device), control)
 
     def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype], is_fp8: Callable[[TensorSpec], bool]) -> PartSpec:
         hollow = {

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
 
 from megatron_a3po.errors import A3poError, PublishError
+from megatron_a3po.parallel.messages import broadcast_json, gather_json
 
 EXPECTED = (A3poError, RuntimeError, OSError)
 """Of torch.distributed, HTTP and files; anything else is a mistake in the program."""
@@ -28,3 +32,31 @@ def problem_of(work: Callable[[], object]) -> str | None:
 
 def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+def on_rank_zero(work: Callable[[], Any], control: dist.ProcessGroup) -> Any:
+    """What `work` returns there, a JSON value, on every rank. Collective over `control`, the gloo group of all ranks.
+
+    Raises PublishError on all of them where it fails.
+    """
+    value, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            value = work()
+        except EXPECTED as error:
+            problem = describe(error)
+    value, problem = broadcast_json([value, problem], control)
+    if problem is not None:
+        raise PublishError(problem)
+    return value
+
+
+def on_all_ranks[T](work: Callable[[], T], control: dist.ProcessGroup) -> T:
+    """What `work` returns on this rank. Collective, as above. Raises PublishError on every rank where it fails on one,
+    which is named."""
+    results: list[T] = []
+    problem = problem_of(lambda: results.append(work()))
+    for rank, text in enumerate(gather_json(problem, control)):
+        if text is not None:
+            raise PublishError(f"rank {rank}: {text}")
+    return results[0]

@@ -141,8 +141,7 @@ class WeightPublisher:
         reason = self._attempt(version, call_back)
         while reason is not None:
             self._transport.abandon()
-            recovery = self._receivers.recover(version) if self._receivers is not None else ""
-            recovery = broadcast_json(recovery, self._control)
+            recovery = broadcast_json(self._recover(version), self._control)
             if recovery == "done":
                 return None
             if recovery == "failed":
@@ -150,6 +149,16 @@ class WeightPublisher:
             again = self._attempt(version, "none")
             reason = f"{reason}; then: {again}" if again is not None else None
         return None
+
+    def _recover(self, version: int) -> str:
+        """On rank 0."""
+        if self._receivers is None:
+            return ""
+        try:
+            return self._receivers.recover(version)
+        except EXPECTED:
+            logger.exception("the servers could not be freed of version %d", version)
+            return "failed"
 
     def _attempt(self, version: int, call_back: CallBack) -> str | None:
         """Why it failed, the same on every rank; None if it did not."""

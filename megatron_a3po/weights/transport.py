@@ -1,11 +1,11 @@
 """Buckets through process groups of a sender and the rollout servers, beside the trainer's own groups."""
 
 import itertools
-import time
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
@@ -19,13 +19,13 @@ from megatron_a3po.types import update_group_name
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.joining import join_as_first, meeting_place, open_store, wait_for_all
 from megatron_a3po.weights.plan import Plan, as_request
-from megatron_a3po.weights.problems import as_publish_error, problem_of
+from megatron_a3po.weights.problems import as_publish_error, on_rank_zero, problem_of
 from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.signals import Signals
 
 _group_numbers = itertools.count()
-_POLL_SECONDS = 0.0005
-_POLLS_PER_LOOK = 20
+_LOOK_SECONDS = 0.01
+"""Between looks at what others say, while a bucket is on its way"""
 _POLITE_SECONDS = 5.0
 
 
@@ -64,8 +64,8 @@ class UpdateGroups:
         self._group: dist.ProcessGroup | None = None
         self._store: dist.Store | None = None
         self._built: Future[dist.ProcessGroup] | None = None
-        self._pending: dist.Work | None = None
-        self._left: list[tuple[dist.ProcessGroup, dist.Work | None]] = []
+        self._pending: Future[None] | None = None
+        self._left: list[tuple[dist.ProcessGroup, Future[None] | None]] = []
 
     def prepare(self, members: Members) -> None:
         """Build the groups, if others take part than before. Raises PublishError on every rank when one cannot be
@@ -73,9 +73,7 @@ class UpdateGroups:
         if members == self._members:
             return
         self._leave()
-        if self._receivers is not None:
-            for name in self._names.values():
-                self._receivers.forget_group(name)
+        on_rank_zero(self._forget_groups, self._control)
         self._members = members
         # A name cannot be used again in one process, so it carries a number.
         self._names = {owner: update_group_name(self._run_id, next(_group_numbers)) for owner in self._plan.owners}
@@ -87,16 +85,12 @@ class UpdateGroups:
         """On the owner: broadcast a bucket when it is its turn. Returns when all servers have received it."""
         signals.tell(f"ready {bucket.number}")
         signals.wait_for(f"go {bucket.number}")
-        self._pending = broadcast = dist.broadcast(buffer, group_src=0, group=self._group, async_op=True)
-        assert broadcast is not None
-        polls = 0
-        while not broadcast.is_completed():
-            # A server that refuses never joins, and the broadcast would wait for the group's timeout.
-            polls += 1
-            if polls % _POLLS_PER_LOOK == 0:
-                signals.raise_if_stopped()
-            time.sleep(_POLL_SECONDS)
-        broadcast.wait()
+        # In a thread of its own: a server that refuses never joins, for which the broadcast would wait until its
+        # timeout, and NCCL's first one for ever.
+        self._pending = in_background(partial(_broadcast, buffer, self._group), "weight broadcast")
+        while not wait([self._pending], _LOOK_SECONDS).done:
+            signals.raise_if_stopped()
+        self._pending.result()
         self._pending = None
 
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
@@ -152,14 +146,20 @@ class UpdateGroups:
     def _leave(self) -> None:
         """Without the others, of whom some may be gone."""
         if self._group is not None:
-            self._group.abort()  # frees NCCL's ranks at once; gloo's when the servers end the group
+            # Frees NCCL's ranks at once, but for one that still joins; gloo's when the servers end the group.
+            wait([in_background(self._group.abort, "weight-update group")], _POLITE_SECONDS)
             self._left.append((self._group, self._pending))
         self._group = self._pending = self._store = None
         # The end of a group with a broadcast in it would stop this process.
-        for left in [left for left in self._left if left[1] is None or left[1].is_completed()]:
+        for left in [left for left in self._left if left[1] is None or left[1].done()]:
             self._left.remove(left)
             if (problem := problem_of(partial(dist.destroy_process_group, left[0]))) is not None:
                 logger.debug("a group that was left: %s", problem)
+
+    def _forget_groups(self) -> None:
+        if self._receivers is not None:
+            for name in self._names.values():
+                self._receivers.forget_group(name)
 
     @property
     def _urls(self) -> str:
@@ -213,3 +213,12 @@ class UpdateGroups:
             raise
         if self._rank == owner and self._built is not None:
             self._group, self._built = self._built.result(), None
+
+
+def _broadcast(buffer: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Returns when the bytes have left."""
+    if buffer.is_cuda:
+        torch.cuda.set_device(buffer.device)  # a new thread begins at the first one
+    dist.broadcast(buffer, group_src=0, group=group)
+    if buffer.is_cuda:
+        torch.cuda.current_stream().synchronize()

@@ -1,5 +1,6 @@
 """Two real SGLang servers: one is refused, killed and restarted with old weights while weights are published."""
 
+import json
 import os
 import signal
 import time
@@ -67,6 +68,12 @@ class Weights(OneRank):
         return {name: tensor.float() * (1 + 0.02 * version) for name, tensor in self._start.items()}
 
 
+def _num_running(url: str) -> int:
+    status, body = get(f"{url}/v1/loads?include=core")
+    assert status == 200, body
+    return sum(load["num_running_reqs"] for load in json.loads(body)["loads"])
+
+
 class Run:
     """A trainer of one rank without training."""
 
@@ -98,6 +105,13 @@ class Run:
 
     def sample(self, number: int = 8) -> list[Future[Responses]]:
         return [self.loop.submit(self.sampler.sample_group(self.prompt, -1)) for _ in range(number)]
+
+    def start_sampling(self) -> list[Future[Responses]]:
+        """Returns when every server is at work on it."""
+        sampling = self.sample()
+        urls = [server.url for server in self.pool.states.members]
+        wait_until(lambda: all(map(_num_running, urls)), 60.0)
+        return sampling
 
     def quarantined(self) -> list[str]:
         return [server.url for server in self.pool.states.quarantined]
@@ -171,8 +185,7 @@ def test_a_server_that_refuses_is_killed_and_restarted_is_left_out_until_it_hold
     first, second = (server.url for server in servers.both)
     run = Run(servers.model, [first, second], "retract")
     run.publish(0)
-    sampling = run.sample()
-    time.sleep(0.3)
+    sampling = run.start_sampling()
     run.publish(1)
     run.check(run.sample(), {1})
     assert run.quarantined() == []
@@ -209,8 +222,7 @@ def test_a_server_that_refuses_is_killed_and_restarted_is_left_out_until_it_hold
 def test_aborted_responses_are_continued_with_the_new_weights(servers: Servers) -> None:
     run = Run(servers.model, [server.url for server in servers.both], "abort")
     run.publish(0)
-    sampling = run.sample()
-    time.sleep(0.3)
+    sampling = run.start_sampling()
     run.publish(1)
     found = run.check(sampling, {0, 1})
     assert any(item.weight_versions.unique().numel() > 1 for item in found)
@@ -221,8 +233,7 @@ def test_aborted_responses_are_continued_with_the_new_weights(servers: Servers) 
 def test_in_place_a_server_without_radix_cache_goes_on_with_the_old_keys_and_values(servers: Servers) -> None:
     run = Run(servers.model, [servers.both[1].url], "in_place")
     run.publish(0)
-    sampling = run.sample()
-    time.sleep(0.3)
+    sampling = run.start_sampling()
     run.publish(1)
     found = [trajectory for future in sampling for trajectory in future.result(120.0).trajectories]
     assert {int(version) for item in found for version in item.weight_versions} == {0, 1}
@@ -242,10 +253,9 @@ def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_bac
     sampling, version = [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.receivers, "pause", pause_one_in_place)
-        while not run.quarantined() and version < 6:  # until some of its requests have been running
-            sampling += run.sample()
+        while not run.quarantined() and version < 6:  # its requests may have ended meanwhile
+            sampling += run.start_sampling()
             version += 1
-            time.sleep(0.2 * version)
             run.publish(version)
     (out,) = run.pool.states.quarantined
     assert out.url == urls[1] and "6 times in a row" in str(out.error)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,6 @@ def test_after_a_failed_group_weights_go_through_files_and_stay_there(
         "/weights_checker",
         "/continue_generation",
         "/pause_generation",
-        "/pause_generation",
         "/update_weight_version",
         FROM_DISK,
         "/weights_checker",
@@ -195,6 +195,34 @@ def test_weights_that_cannot_be_converted_are_an_error_and_the_rest_is_collected
             publisher.publish(0)
         assert source.filled == list(range(6))
         assert FROM_DISK not in server.paths() and "/pause_generation" not in server.paths()
+
+
+def test_an_owner_that_does_not_get_on_is_an_error_that_names_it_and_the_bucket(model: Path) -> None:
+    class Stuck(OneRank):
+        def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
+            super().fill(bucket, buffer)
+            if bucket.number == 1:
+                assert has_stopped.wait(60.0)
+
+    has_stopped = threading.Event()
+    source = Stuck(lambda: [(f"t{number}", torch.ones(4)) for number in range(3)], 16)
+    group = dist.group.WORLD
+    assert group is not None
+    with serve(None) as (server,), control(server.url) as receivers:
+        folder = model.parent / "published"
+        disk = DiskTransport(source.plan, receivers, FileSettings(folder=folder, model=model, timeout_seconds=1.0))
+        deliver = disk.deliver
+
+        def deliver_until_it_stops(*arguments: Any) -> None:
+            try:
+                deliver(*arguments)
+            finally:
+                has_stopped.set()
+
+        disk.deliver = deliver_until_it_stops  # type: ignore[method-assign]
+        with pytest.raises(PublishError, match=rf"rank 0 could not write bucket t1 to {folder}: not within 1 s"):
+            WeightPublisher(source, disk, receivers, group, timer=PhaseTimer()).publish(0)
+        assert FROM_DISK not in server.paths()
 
 
 def fill(pipeline: BucketPipeline, buckets: Iterator[Bucket]) -> None:
