@@ -4,8 +4,9 @@
 
 The first folder is the run's `publish.folder`, the second its `publish.delta_folder`, below which the machine's servers
 read. Start it on every machine with rollout servers before the run; it goes on until it is ended, also from one run to
-the next. It needs the disk or memory for one copy of the model. What it makes is checked byte by byte; ended at any
-moment, it makes the version anew from whole files.
+the next: what fails, on a full disk or while storage is away, is logged and tried again. It needs the disk or memory
+for one copy of the model. What it makes is checked byte by byte; ended at any moment, it makes the version anew from
+whole files.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Folders on rollout machines that are made of what has changed, against the bytes that were published."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_a3po.errors import ConfigError, PublishError
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.weights import delta_followers
 from megatron_a3po.weights.delta import as_words
 from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, make_local_folder
 from megatron_a3po.weights.delta_followers import follow, wait_for_followers
@@ -308,7 +310,7 @@ def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_
 def test_a_folder_has_one_follower_at_a_time(run: Run, local: Path) -> None:
     with pytest.raises(ConfigError, match=rf"publish\.delta_folder = {local}: .*alive.* give another folder"):
         follow(run.folder, local, "node1", keep_on=lambda: bool(follow(run.folder, local, "node2", lambda: False)))
-    assert not list((run.folder / "followers").iterdir())
+    assert not list((run.folder / "followers").glob("*"))
     follow(run.folder, local, "node2", lambda: False)
 
 
@@ -338,3 +340,89 @@ def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_n
         ended.set()
         follower.join(60.0)
     assert not list((run.folder / "followers").iterdir())
+
+
+class Clock:
+    """Time that passes only while the follower sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.attempts: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def make(self, folder: Path, local: Path, published: Published) -> Path:
+        self.attempts.append(self.now)
+        return make_local_folder(folder, local, published)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(delta_followers, "time", clock)
+    monkeypatch.setattr(delta_followers, "make_local_folder", clock.make)
+    return clock
+
+
+def test_a_follower_outlives_storage_that_is_away_and_asks_for_it_ever_more_rarely(
+    run: Run, local: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.publish()
+    whole, *_ = sorted(run.start.glob("*.whole.safetensors"))
+    away = whole.rename(f"{whole}.away")
+
+    def keep_on() -> bool:
+        if clock.now > 1100.0 and not whole.exists():
+            away.rename(whole)
+        return clock.now < 1200.0
+
+    follow(run.folder, local, "node1", keep_on)
+    pauses = [round(after - before) for before, after in itertools.pairwise(clock.attempts)]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    (target,) = local.glob("version_*")
+    assert contents(target) == run.expected()
+    (failure,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert whole.name in failure and f"see to {run.folder}, or to the room in {local}" in failure
+
+
+def test_a_follower_that_fails_with_a_version_makes_the_next_one_at_once(
+    run: Run, local: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.publish()
+    run.publish(0.02, 0.02)
+    (delta,) = run.start.glob("model-0.*.delta.safetensors")
+    flip_bit(delta, -1)
+
+    def keep_on() -> bool:
+        if clock.now > 1050.0 and run.version == 2:
+            run.publish(1.0, 0.02)
+            clock.attempts = [clock.now]
+        return clock.now < 1100.0
+
+    follow(run.folder, local, "node1", keep_on)
+    assert len(clock.attempts) == 2 and clock.attempts[1] == clock.attempts[0]
+    (target,) = local.glob("version_00000003_*")
+    assert contents(target) == run.expected()
+    (failure,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "model-0.safetensors are damaged; start the run again" in failure
+
+
+def test_a_follower_says_which_folder_it_holds_when_the_shared_storage_is_back(
+    run: Run, local: Path, clock: Clock
+) -> None:
+    published, _ = run.publish()
+    followers, held = run.folder / "followers", []
+    followers.write_text("in the way")
+
+    def keep_on() -> bool:
+        if clock.now > 1005.0 and followers.is_file():
+            followers.unlink()
+        held.extend(path.read_text() for path in followers.glob("node1"))
+        return not held and clock.now < 1100.0
+
+    follow(run.folder, local, "node1", keep_on)
+    assert held == [published.folder_name] and len(clock.attempts) == 1
