@@ -39,6 +39,12 @@ EQUIVALENT = [
     ("5", r"5\ \mathrm{km/h}"),
     ("90", r"90^\circ"),
     ("5", r"\$5"),
+    ("18", "18 dollars"),
+    ("18", "18 eggs"),
+    ("18", r"\$18 dollars"),
+    ("1,800", "1800 square feet"),
+    ("-2.5", "-2.5 miles per hour"),
+    ("18", r"18\text{ eggs}"),
     # sets, intervals, tuples, matrices, equations
     (r"\{1,2\}", r"\{2, 1\}"),
     (r"\{1,2\}", "1, 2"),
@@ -52,6 +58,8 @@ EQUIVALENT = [
     # words
     (r"\text{Evelyn}", "Evelyn"),
     (r"\text{B}", "(B)"),
+    (r"\text{June 20}", "June 20"),
+    ("June 20", r"\textbf{June 20}"),
 ]
 DIFFERENT = [
     ("3", "-3"),
@@ -87,6 +95,25 @@ DIFFERENT = [
     ("1", r"\text{any}"),
     ("42", ","),
     ("42", r"\frac"),
+    # words that make another number of it
+    ("18", "18 dozen"),
+    ("18", "18 dozen per week"),
+    ("18", "18 thousand"),
+    ("18", "18 million dollars"),
+    ("3", "3 quarters"),
+    ("3", "3 tenths"),
+    ("3", "3 squared"),
+    ("3", "3 theta"),
+    ("2", "2 xy"),
+    ("2", "2 pi"),
+    ("5", "5 eggs and 3"),
+    ("5", "5 or more"),
+    ("42", "not 42"),
+    # where the words are a part of the answer
+    ("3 hours", "3 eggs"),
+    (r"\text{June 20}", "June 21"),
+    (r"\text{June 20}", "20"),
+    (r"\text{June 20}", r"\text{July 20}"),
 ]
 
 
@@ -114,12 +141,33 @@ def test_another_answer_is_wrong_in_a_box(right: str, given: str) -> None:
         ("Answer: The answer is 42", "42", RIGHT),
         ("42", "42", RIGHT),
         ("$42$", 42, RIGHT),
+        ("We get 6 * 7.\nAnswer:\n42", "42", RIGHT),
+        ("**Answer:**\n$42$", "42", RIGHT),
+        ("**Answer: 42**", "42", RIGHT),
+        ("**Answer: 42.**", "42", RIGHT),
+        ("**Answer**: **42**", "42", RIGHT),
+        ("The answer is **42**.", "42", RIGHT),
+        ("The answer is **42** eggs.", "42", RIGHT),
+        ("The answer is $18 dollars.", "18", RIGHT),
+        ("## Final answer\n\n42\n", "42", RIGHT),
+        ("**Final answer**\n\n42\n", "42", RIGHT),
+        ("The answer is\n\\[\n42\n\\]\nas was shown.", "42", RIGHT),
+        ("The answer is:\n\n$$\n\\frac{84}{2}\n$$", "42", RIGHT),
+        ("Answer: 42\nI hope for the right answer\nto this question.", "42", RIGHT),
         ("\\boxed{\\text{well, }\\boxed{42}}", "42", RIGHT),
         ("<think>\\boxed{41}</think> \\boxed{42}", "42", RIGHT),
         ("first \\boxed{41}, no: \\boxed{42}", "42", RIGHT),
         # the last box counts, and nothing else
         ("first \\boxed{42}, no: \\boxed{41}", "42", WRONG),
         ("\\boxed{41}\nAnswer: 42", "42", WRONG),
+        ("Answer: 42\nNo, the answer is\n41", "42", WRONG),
+        ("Answer:\n41\n42", "42", WRONG),
+        ("The answer is **42** or **43**.", "42", WRONG),
+        ("**Answer: 42**, **43**", "42", WRONG),
+        ("Answer:\n42 or 43", "42", WRONG),
+        ("The answer is\n\\[\n42\n43\n\\]", "42", WRONG),
+        ("The answer is not 42.", "42", WRONG),
+        ("Answer: 9**2", "9", WRONG),
         ("\\boxed{1}\\boxed{2}\\boxed{42}\\boxed{3}", "42", WRONG),
         ("<think>the answer is 42, \\boxed{42}</think> I do not know.\nSorry.", "42", NO_ANSWER),
         ("<think>the answer is 42, \\boxed{42}", "42", NO_ANSWER),
@@ -129,7 +177,11 @@ def test_another_answer_is_wrong_in_a_box(right: str, given: str) -> None:
         ("\\boxed{}", "42", NO_ANSWER),
         ("\\boxed{ }", "42", NO_ANSWER),
         ("It could be 42.\nOr it could not.", "42", NO_ANSWER),
-        ("The answer:\n", "42", WRONG),
+        ("The answer:\n", "42", NO_ANSWER),
+        ("Answer: 42\nAnswer:", "42", NO_ANSWER),
+        ("**Answer:**", "42", NO_ANSWER),
+        ("Answer: 42\nOr is 41 the answer?", "42", NO_ANSWER),
+        ("Answer: ...", "42", NO_ANSWER),
         ("The answer is what the answer is:\nwho knows.", "42", WRONG),
         # very long ones
         ("\\boxed{" + ", ".join(map(str, range(1000))) + "}", "42", TOO_LONG),
@@ -138,7 +190,10 @@ def test_another_answer_is_wrong_in_a_box(right: str, given: str) -> None:
         ("\\boxed{" * 20_000 + "42", "42", TOO_LONG),
         ("answer" + " " * 100_000 + "\n", "42", WRONG),
         ("$" * 300_000, "42", TOO_LONG),
-        ("answer" + " " * 100_000 + "42", "42", TOO_LONG),
+        ("answer" + " " * 100_000 + "42", "42", RIGHT),
+        ("answer" + "*" * 100_000 + "42", "42", TOO_LONG),
+        ("answer\n" * 20_000 + "answer:" + "\n" * 100_000, "42", NO_ANSWER),
+        ("Answer: 1 " + "egg " * 50_000, "1", TOO_LONG),
         ("the answer is " * 20_000 + "42", "42", RIGHT),
         ("x" * 200_000, "42", TOO_LONG),
     ],
@@ -156,6 +211,8 @@ def test_where_the_answer_is_found(response: str, right: object, reason: str) ->
         ("\\boxed{0.5}", "1/2", WRONG),
         ("\\boxed{42.0}", "42", WRONG),
         ("\\boxed{042}", "42", WRONG),
+        ("\\boxed{\\text{June 20}}", "June 20", RIGHT),
+        ("\\boxed{42 eggs}", "42", WRONG),
         ("\\boxed{42 or 43}", "42", WRONG),
         ("So it is 42,\nof course", "42", NO_ANSWER),
     ],
@@ -190,6 +247,14 @@ def test_the_scorers_have_these_names() -> None:
     ):
         (score,) = make_scorer(ScorerSpec(scorer=name))([sample(response, "1/2")])
         assert score.value == expected, (name, response)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [("It is \\boxed{42}", None), ("It is \\boxed{41}.</think>\\boxed{42}", "42"), ("42", None)],
+)
+def test_thoughts_that_the_prompt_has_opened_do_not_count(response: str, expected: str | None) -> None:
+    assert find_answer(response, "6 * 7?\nAssistant: <think>\n") == expected
 
 
 def test_an_answer_keeps_what_belongs_to_it() -> None:

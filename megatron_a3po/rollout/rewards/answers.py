@@ -13,12 +13,24 @@ _MAX_ANSWER_CHARACTERS = 500
 _MAX_STRIPPED_CHARACTERS = 10_000
 """What is longer is no answer whatever stands around it."""
 _DECIDE_SECONDS = 5
-_END_OF_THOUGHT = "</think>"
-# Bounded numbers of spaces, so that the time is in proportion to the text's length.
-_ANSWER_WORD = re.compile(
-    r"(?:\banswer\b\*{0,2}(?:[^\S\n]{1,4}is\b)?[^\S\n]{0,4}[:=]?|####)\*{0,2}[^\S\n]{0,4}(?=\S)", re.IGNORECASE
-)
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+# Nothing is tried twice (`*+`), so that the time is in proportion to the text's length.
+_ANSWER_WORD = re.compile(r"(?:\banswer\b|####)(?P<marks>(?:\*++(?=[\s:=]|\Z)|\s{1,4}is\b|[\s:=])*+)", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"[.;!]\s")
+_END_OF_BOLD = re.compile(r"\*\*([.\s]*)\Z")
+_DISPLAYS = {"$$": "$$", r"\[": r"\]"}
+_PUNCTUATION = ".,:;!?*_`\"'$"
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_WORD = r"[A-Za-z]{4,}"
+_COUNTED = re.compile(
+    rf"((?:\\?\$)?[-+]?\d[\d,]*(?:\.\d+)?)\s+(?!(?:dozens?|score|gross|hundreds?|thousands?|[mb]illions?|trillions?|half"
+    r"|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|squared|square\Z|cubed|sqrt"
+    r"|factorial|below|minus|negative|alpha|beta|gamma|delta|epsilon|theta|kappa|lambda|sigma|omega)\b)"
+    rf"(?:(?:square|cubic)\s+)?{_WORD}(?:\s+per\s+{_WORD})?",
+    re.IGNORECASE,
+)
+"""A number and one word for what it counts, which is no factor and no power. A shorter word may be a product of
+variables; math-verify knows short units itself."""
 _MAX_BOXES = 5
 """Of a response with thousands of boxes that nobody closed, so many are looked at, from the end."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -28,45 +40,69 @@ _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("
 def grade_by_math(sample: Sample) -> Score:
     """1 when the response's answer is mathematically that of the dataset, by math-verify.
 
-    Units are not compared, a percentage is right as a number and as a fraction, and a decimal number must have six
-    right digits. An answer that math-verify cannot decide on within 5 s is not right.
+    Units are not compared, nor what a number counts ("18 eggs"), a percentage is right as a number and as a fraction,
+    and a decimal number must have six right digits. An answer that math-verify cannot decide on within 5 s is not
+    right.
     """
     return _grade(sample, _is_equivalent)
 
 
 def grade_by_text(sample: Sample) -> Score:
-    """1 when the response's answer is that of the dataset, character for character, but for spaces around it."""
+    """As above, but character for character, except for spaces and `\\text{}` around it."""
     return _grade(sample, lambda right, given: False)
 
 
-def find_answer(response: str) -> str | None:
+def find_answer(response: str, prompt: str = "") -> str | None:
     """What a response gives as its answer, without delimiters of mathematics; None where it gives none.
 
-    The last box; else what stands behind the last "answer" or "####" of the last line that has one; else the whole
-    response, if it is one line. Thoughts up to `</think>` do not count.
+    The last box; else what stands behind the last "answer" or "####", in the same line or, behind a colon or the like,
+    in the next one that is not empty; else the whole response, if it is one line. Thoughts up to `</think>` do not
+    count, and without it nothing does where the response or the end of the prompt has opened them.
     """
     _, end, response = response.rpartition(_END_OF_THOUGHT)
-    if not end and "<think>" in response:
+    if not end and (_THOUGHT in response or prompt.rstrip().endswith(_THOUGHT)):
         return None
     for match in list(_BOX.finditer(response))[: -_MAX_BOXES - 1 : -1]:
         if (content := _up_to_brace(response, match.end())) is not None:
             return _strip(content) or None
-    words = list(_ANSWER_WORD.finditer(response))
+    words = [match for match in _ANSWER_WORD.finditer(response) if not _is_mention(match)]
     if words:
-        line = response[words[-1].end() :].split("\n", maxsplit=1)[0]
-        return _strip(_END_OF_SENTENCE.split(line, maxsplit=1)[0]) or None
+        return _in_text(response[words[-1].end() :])
     lines = response.strip().splitlines()
     return (_strip(lines[0]) or None) if len(lines) == 1 else None
+
+
+def _is_mention(match: re.Match[str]) -> bool:
+    """Whether the word is the last of its line, and says of no next one that it is the answer."""
+    text, marks = match.string, match["marks"]
+    if marks.strip() or ("\n" not in marks and match.end() < len(text)):
+        return False
+    is_heading = text.startswith("#", text.rfind("\n", 0, match.start()) + 1)
+    return not is_heading
+
+
+def _in_text(text: str) -> str | None:
+    """The answer that `text` begins with."""
+    line, _, rest = text.partition("\n")
+    if closing := _DISPLAYS.get(line.strip()):
+        line = rest.partition(closing)[0]
+    else:
+        line = _END_OF_SENTENCE.split(line, maxsplit=1)[0]
+    if line.startswith("**"):
+        line = line[2:].replace("**", "", 1)
+    elif line.count("**") == 1:
+        line = _END_OF_BOLD.sub(r"\1", line)
+    return answer if (answer := _strip(line)).strip(_PUNCTUATION) else None
 
 
 def _grade(sample: Sample, is_equivalent: Callable[[str, str], bool | None]) -> Score:
     right = _strip(str(sample.answer))
     if sample.answer is None or not right:
         raise ValueError(f"prompt {sample.prompt_id} has no answer to compare with; check data.columns")
-    given = find_answer(sample.response)
+    given = find_answer(sample.response, sample.prompt)
     if given is None:
         return Score(value=0.0, reason=NO_ANSWER)
-    if given == right:
+    if _without_text(given) == _without_text(right):
         return Score(value=1.0, reason=RIGHT)
     if len(given) > max(_MAX_ANSWER_CHARACTERS, 2 * len(right)):
         return Score(value=0.0, reason=TOO_LONG)
@@ -78,6 +114,8 @@ def _grade(sample: Sample, is_equivalent: Callable[[str, str], bool | None]) -> 
 
 def _is_equivalent(right: str, given: str) -> bool | None:
     """None where math-verify gives up."""
+    if not any(character.isalpha() for character in right) and (counted := _COUNTED.fullmatch(given)):
+        given = counted[1]
     # Imported here: sympy takes about a second, and most reward functions do without it.
     from math_verify import verify
     from math_verify.errors import TimeoutException
@@ -137,3 +175,8 @@ def _strip(answer: str) -> str:
             if len(answer) >= len(opening) + len(closing) and answer.startswith(opening) and answer.endswith(closing):
                 answer = answer[len(opening) : -len(closing)]
     return answer
+
+
+def _without_text(answer: str) -> str:
+    match = _TEXT.fullmatch(answer)
+    return match[1].strip() if match else answer
