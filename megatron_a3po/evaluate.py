@@ -14,8 +14,7 @@ def evaluate(config: RunConfig, name: str) -> list[DatasetResult]:
     Responses and results go to `config.run_dir/evaluations/name`. Raises ConfigError, DataError, RolloutError,
     RewardError.
     """
-    is_local = config.rollout.servers == "local"
-    if is_local and has_megatron_weights(config.model):
+    if config.rollout.servers == "local" and has_megatron_weights(config.model):
         raise ConfigError(
             f"model = {str(config.model)!r}: servers read no Megatron folders; give the Hugging Face folder, which "
             "tools/convert_megatron_to_hf.py makes of it"
@@ -26,6 +25,6 @@ def evaluate(config: RunConfig, name: str) -> list[DatasetResult]:
     folder.mkdir(parents=True, exist_ok=True)
     with RankZeroRollouts(config, data_folder=folder) as rollouts:
         rollouts.connect(logger.info)
-        version = rollouts.adopt_weights()
-        logger.info("evaluating %s", config.model if is_local else f"version {version}, which the servers hold")
-        return rollouts.evaluate(name)
+        evaluated = rollouts.adopt_weights()
+        logger.info("evaluating %s", evaluated)
+        return rollouts.evaluate(name, evaluated)

@@ -1,6 +1,7 @@
 """Sampling from servers as they are, without publishing to them."""
 
 import asyncio
+from pathlib import Path
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.pool import ServerPool
@@ -8,11 +9,12 @@ from megatron_a3po.rollout.protocol import ModelInfo, is_unfinished, label_reque
 from megatron_a3po.rollout.server_states import Server
 
 
-async def adopt_weights(pool: ServerPool) -> int:
-    """Take the servers' weights, whoever published them or none, as this run's. Returns their version; 0 if nobody did.
+async def adopt_weights(pool: ServerPool, model: Path) -> str:
+    """Take the servers' weights as this run's, and return what they are: the published version, or else the model's
+    folder, from which they were started then.
 
     Only for servers that no other run publishes to. Raises RolloutError where they do not hold the same version, or
-    hold no model.
+    hold none and were started from another folder.
     """
     members = pool.states.members
     infos = await asyncio.gather(*(server.client.model_info() for server in members))
@@ -24,13 +26,28 @@ async def adopt_weights(pool: ServerPool) -> int:
         found = ", ".join(f"{server.url}: {label}" for server, label in zip(members, labels, strict=True))
         raise RolloutError(f"the servers do not hold the same weights ({found}); name those that do in rollout.servers")
     version = labelled_version(labels[0]) or 0
+    if version == 0:
+        # What a training run starts from is version 0 as well, and so is what an earlier evaluation has adopted.
+        for server in members:
+            _check_folder(server, model)
 
     async def label(server: Server) -> None:
         await pool.post(server, "/update_weight_version", label_request(version_label(version, pool.run)))
 
     await asyncio.gather(*map(label, members))
     pool.states.confirm(version)
-    return version
+    return f"version {labels[0]}" if version > 0 else str(model)
+
+
+def _check_folder(server: Server, model: Path) -> None:
+    """Raises RolloutError where the server was not started from the model's folder."""
+    served = server.info.model_path if server.info is not None else ""
+    if Path(served).resolve() != model.resolve():
+        raise RolloutError(
+            f"{server.url} serves what it was started with, {served!r}, and no trained version; but model = "
+            f"{str(model)!r} is to be evaluated, which is {str(model.resolve())!r}: start the servers with that model "
+            f"(tools/launch_rollout_servers.py --config ... model={model}), or evaluate model={served}"
+        )
 
 
 def _why_no_model(info: ModelInfo) -> str | None:

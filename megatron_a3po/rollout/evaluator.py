@@ -79,8 +79,11 @@ class Evaluator:
         self._sampling = sampling
         self._folder = folder
 
-    async def evaluate(self, name: str) -> list[DatasetResult]:
-        """Writes `folder/name/samples.jsonl`, and `summary.json` when all is done. Raises RolloutError, RewardError."""
+    async def evaluate(self, name: str, evaluated: str | None = None) -> list[DatasetResult]:
+        """Writes `folder/name/samples.jsonl`, and `summary.json` when all is done. Raises RolloutError, RewardError.
+
+        evaluated: of which model; None: of the version that has sampled.
+        """
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMMARY).unlink(missing_ok=True)
@@ -94,7 +97,11 @@ class Evaluator:
                 for responses in scored:
                     file.writelines(json.dumps(record) + "\n" for record in _records(dataset, responses))
                 results.append(_summarize(dataset, len(prompts), scored, time.monotonic() - start))
-        summary = {"sampling": asdict(self._sampling), "datasets": [asdict(result) for result in results]}
+        summary = {
+            "evaluated": evaluated or f"version {_versions(results)}",
+            "sampling": asdict(self._sampling),
+            "datasets": [asdict(result) for result in results],
+        }
         write_durably(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         return results
 
@@ -155,6 +162,10 @@ def _summarize(dataset: str, num_prompts: int, scored: Sequence[Responses], seco
         weight_versions=tuple(sorted(versions)),
         seconds=seconds,
     )
+
+
+def _versions(results: Sequence[DatasetResult]) -> str:
+    return ", ".join(map(str, sorted({version for result in results for version in result.weight_versions})))
 
 
 def _powers_of_two_below(number: int) -> list[int]:

@@ -133,13 +133,13 @@ class RankZeroRollouts:
         responses = self._loop.run(self._collector.or_failure(sampled))
         return [trajectory for item in responses for trajectory in item.trajectories]
 
-    def evaluate(self, name: str) -> list[DatasetResult]:
-        work = self._evaluator.evaluate(name)
+    def evaluate(self, name: str, evaluated: str | None = None) -> list[DatasetResult]:
+        work = self._evaluator.evaluate(name, evaluated)
         return self._loop.run(self._collector.or_failure(work) if self._started else work)
 
-    def adopt_weights(self) -> int:
+    def adopt_weights(self) -> str:
         """Instead of publications, for evaluations alone: see `adoption.adopt_weights`."""
-        return self._loop.run(adopt_weights(self._pool))
+        return self._loop.run(adopt_weights(self._pool, self._config.model))
 
     async def _start_rewards(self) -> None:
         # First, since its worker imports the reward function while everything else starts.

@@ -55,7 +55,10 @@ def test_what_a_running_server_holds_is_evaluated_and_left_there(server_url: str
     found = records(tmp_path / "run")
     version = int(before.split()[0]) if before != "default" else 0
     assert len(found) == 4 * NUM_PROMPTS and {tuple(record["weight_versions"]) for record in found} == {(version,)}
-    assert f"evaluating version {version}, which the servers hold" in output and "pass@4" in output
+    evaluated = f"version {before}" if version > 0 else str(model)
+    assert f"evaluating {evaluated}\n" in output and "pass@4" in output
+    summary = json.loads((tmp_path / "run" / "evaluations" / "here" / "summary.json").read_text())
+    assert summary["evaluated"] == evaluated
 
 
 def test_a_megatron_folder_is_no_model_for_a_server(model: Path, tmp_path: Path) -> None:

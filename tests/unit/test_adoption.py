@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -9,15 +10,18 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.adoption import adopt_weights
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.protocol import generate_request
-from tests.unit.scripted_server import ScriptedServer
+from tests.unit.scripted_server import ScriptedServer, answer
 from tests.unit.test_publisher import control, serve
 
+MODEL = Path("models/x")
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 CONTINUE = "/continue_generation"
 
 
 @contextmanager
 def connected(*servers: ScriptedServer) -> Iterator[ServerControl]:
+    for server in servers:
+        server.script("/server_info", answer({"model_path": str(MODEL), "enable_priority_scheduling": True}))
     with control(*(server.url for server in servers)) as receivers:
         receivers.loop.run(receivers.pool.wait_ready(5.0), 10.0)
         yield receivers
@@ -33,8 +37,8 @@ def publish(receivers: ServerControl, version: int) -> None:
     receivers.resume()
 
 
-def adopt(receivers: ServerControl) -> int:
-    return receivers.loop.run(adopt_weights(receivers.pool), 10.0)
+def adopt(receivers: ServerControl, model: Path = MODEL) -> str:
+    return receivers.loop.run(adopt_weights(receivers.pool, model), 10.0)
 
 
 def sampled(receivers: ServerControl) -> set[str]:
@@ -62,7 +66,7 @@ def test_a_server_whose_trainer_was_killed_between_buckets_is_not_sampled_from_u
             publish(training, 0)
             assert sampled(training) == {"0"}
         with connected(server) as evaluation:
-            assert adopt(evaluation) == 0 and sampled(evaluation) == {"0"}
+            assert adopt(evaluation) == str(MODEL) and sampled(evaluation) == {"0"}
 
 
 def test_before_a_server_reads_files_its_label_says_that_their_version_is_unfinished() -> None:
@@ -83,12 +87,30 @@ def test_random_weights_that_nobody_has_published_to_are_no_model() -> None:
         assert server.version == "default" and receivers.counts()["servers_healthy"] == 0
         # An update group brings weights, and leaves the format as it was.
         publish(receivers, 3)
-        assert adopt(receivers) == 3
+        assert adopt(receivers) == "version 3"
 
 
 def test_weights_that_a_server_has_read_itself_are_version_zero() -> None:
     with serve(None) as (server,), connected(server) as receivers:
-        assert adopt(receivers) == 0 and sampled(receivers) == {"0"}
+        assert adopt(receivers) == str(MODEL) and sampled(receivers) == {"0"}
+
+
+def test_another_folder_than_the_servers_were_started_from_is_not_evaluated_by_them(tmp_path: Path) -> None:
+    served, trained, link = tmp_path / "served", tmp_path / "trained", tmp_path / "link"
+    link.symlink_to(served)
+    with serve(None) as (server,), connected(server) as receivers:
+        server.script("/server_info", answer({"model_path": str(served), "enable_priority_scheduling": True}))
+        receivers.loop.run(receivers.pool.load_infos(), 10.0)
+        refusal = rf"{server.url} serves what.*'{served}'.*'{trained}'.*model={trained}.*evaluate model={served}"
+        with pytest.raises(RolloutError, match=refusal):
+            adopt(receivers, trained)
+        assert receivers.counts()["servers_healthy"] == 0 and server.version == "default"
+
+        assert adopt(receivers, link) == str(link) and sampled(receivers) == {"0"}
+        with pytest.raises(RolloutError, match=refusal):  # the evaluation has given it a label
+            adopt(receivers, trained)
+        publish(receivers, 4)
+        assert adopt(receivers, trained) == "version 4"
 
 
 def test_servers_with_different_versions_are_no_model() -> None:

@@ -92,6 +92,7 @@ async def test_the_report_is_what_the_records_say(server: ScriptedServer, pool: 
     assert sums.pass_at == pytest.approx({1: 0.5, 2: (0 + 1 / 2 + 5 / 6 + 1 + 1) / 5, 4: 4 / 5})
     assert (words.average, words.pass_at[4], words.num_prompts) == (0.5, 0.0, 130)
     summary = json.loads((tmp_path / "step_00000007" / "summary.json").read_text(encoding="utf-8"))
+    assert summary["evaluated"] == "version 7"
     assert summary["sampling"] == {"num_samples": 4, "max_new_tokens": LONG, "temperature": 0.6}
     assert [entry["dataset"] for entry in summary["datasets"]] == ["sums", "words"]
     assert summary["datasets"][0]["pass_at"] == {str(k): value for k, value in sums.pass_at.items()}
@@ -128,8 +129,8 @@ async def test_one_response_per_prompt_is_asked_for_in_few_requests(
 
 async def test_an_evaluation_that_fails_leaves_no_summary(pool: ServerPool, tmp_path: Path) -> None:
     sampling = Sampling(num_samples=2, max_new_tokens=SHORT, temperature=1.0)
-    await evaluator(pool, tmp_path, sampling).evaluate("a")
-    assert (tmp_path / "a" / "summary.json").exists()
+    await evaluator(pool, tmp_path, sampling).evaluate("a", "models/x")
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["evaluated"] == "models/x"
     with pytest.raises(RewardError, match="1 of 6 prompts of an evaluation got no reward"):
         await evaluator(pool, tmp_path, sampling, max_failed_share=0.1).evaluate("a")
     assert not (tmp_path / "a" / "summary.json").exists()
