@@ -3,8 +3,9 @@
     python tools/launch_rollout_servers.py --config my.yaml --host 10.0.0.7 [--gpus 4,5,6,7] [key=value ...]
 
 Give the configuration of the run, whose `run_dir` must be on storage that both machines see: there the servers register
-when they are ready, one per `rollout.server_tensor_parallel` GPUs. One that ends is started again. SIGTERM or Ctrl-C
-ends them all. An address that other machines reach needs a key, in A3PO_SERVER_KEY or `rollout.key_file`.
+when they are ready, one per `rollout.server_tensor_parallel` GPUs. One that ends is started again. SIGTERM, SIGUSR1
+(which srun passes on) or Ctrl-C ends them all. An address that other machines reach needs a key, in A3PO_SERVER_KEY or
+`rollout.key_file`.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from megatron_a3po.rollout.registration import remove_ended, servers_folder
 def main() -> int:
     parsed = _parser().parse_args()
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
         return 0 if keep_running(_servers(parsed), stop) else 1

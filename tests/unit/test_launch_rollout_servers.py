@@ -257,7 +257,7 @@ def launched(tmp_path: Path, number: int) -> Iterator[tuple["subprocess.Popen[by
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_ends_all_servers_and_takes_their_registrations_back(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, 2) as (process, registrations):
         process.send_signal(number)

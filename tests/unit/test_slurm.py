@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,13 @@ SCONTROL = """#!/usr/bin/env bash
 echo "$@" >> "$CALLS/scontrol"
 [ "$1" != show ] || printf 'train-%d\\n' 1 2 3
 """
-# As srun does: the command runs elsewhere, and signals are passed on to it.
+# As srun does: the command runs elsewhere, and SIGUSR1 is passed on to it, but SIGTERM means SIGKILL.
 SRUN = """#!/usr/bin/env bash
 group=$(grep -oE 'het-group=[01]' <<< "$*")
 while [ "$1" != bash ]; do echo "$1" >> "$CALLS/srun.$group"; shift; done
 child=
-for name in USR1 TERM; do trap "kill -$name \\$child" $name; done
+trap 'kill -USR1 $child' USR1
+trap 'echo "srun: forcing job termination" >&2; kill -KILL $child' TERM
 SLURMD_NODENAME=node-7 "$@" &
 child=$!
 while kill -0 $child 2> /dev/null; do wait $child; status=$?; done
@@ -35,7 +37,9 @@ exit "$status"
 LAUNCHER = """#!{python}
 import os, pathlib, signal, sys
 folder = pathlib.Path(os.environ["CALLS"])
-signal.signal(signal.SIGTERM, lambda *_: ((folder / "launcher_ended").touch(), sys.exit(0)))
+if "LAUNCHER_ENDS" in os.environ:
+    sys.exit("error: no key")
+signal.signal(signal.SIGUSR1, lambda *_: ((folder / "launcher_ended").touch(), sys.exit(0)))
 (folder / "launcher").write_text("\\n".join(sys.argv[1:]))
 signal.pause()
 """
@@ -44,7 +48,7 @@ import os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["CALLS"])
 ignored = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 signal.signal(signal.SIGUSR1, lambda *_: (folder / "rank_signalled").write_text(str(ignored)))
-while not (folder / "launcher").exists():
+while not ((folder / "launcher").exists() or "LAUNCHER_ENDS" in os.environ):
     time.sleep(0.01)
 (folder / "torchrun").write_text("\\n".join(sys.argv[1:]))
 while os.environ.get("WAITS") and not (folder / "rank_signalled").exists():
@@ -167,6 +171,36 @@ def test_before_the_time_limit_the_ranks_are_told_and_the_job_is_queued_again(cl
     assert cluster.said("rank_signalled") == ["True"]  # torchrun, in whose place it is, ignores it
     assert cluster.said("scontrol")[-1] == "requeue 4711"
     assert (cluster.calls / "launcher_ended").exists()
+
+
+@pytest.mark.parametrize("said", ["", f"failed (exitcode: {PREEMPTED_EXIT_CODE}) local_rank: 0"])
+def test_a_job_that_is_cancelled_saves_if_there_is_time_and_does_not_come_back(said: str, cluster: Cluster) -> None:
+    job = cluster.start("my.yaml", WAITS="1", SAYS=said)
+    while not (cluster.calls / "torchrun").exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+
+    assert job.returncode != 0 and cluster.said("rank_signalled") == ["True"]
+    assert [call.split()[0] for call in cluster.said("scontrol")] == ["show"]
+    assert (cluster.calls / "launcher_ended").exists()
+
+
+def test_where_the_launcher_ends_first_training_is_ended_and_the_job_does_not_come_back(cluster: Cluster) -> None:
+    status, output = cluster.run("my.yaml", WAITS="1", LAUNCHER_ENDS="1")
+
+    assert status != 0
+    assert "error: no key" in output and "error: the rollout servers' launcher has ended (exit code 1)" in output
+    assert [call.split()[0] for call in cluster.said("scontrol")] == ["show"]
+
+
+def test_what_torchrun_says_is_read_to_its_end(cluster: Cluster) -> None:
+    slow = Path(cluster.environment["PATH"].split(":")[0]) / "tee"
+    slow.write_text(f'#!/usr/bin/env bash\nsleep 1\nexec {shutil.which("tee")} "$@"\n')
+    slow.chmod(0o755)
+    cluster.run("my.yaml", SAYS=f"failed (exitcode: {PREEMPTED_EXIT_CODE}) local_rank: 0")
+    assert cluster.said("scontrol")[-1] == "requeue 4711"
 
 
 def test_without_a_configuration_it_says_what_to_give(cluster: Cluster) -> None:
