@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -50,6 +51,17 @@ def environment(sample: Sample) -> float:
 def process(sample: Sample) -> int:
     """Which process it is."""
     return os.getpid()
+
+
+def terminate(sample: Sample) -> float:
+    """Whether the two processes that it starts end by SIGTERM."""
+    program = subprocess.Popen(["sleep", "600"])
+    program.terminate()
+    if (fork := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    os.kill(fork, signal.SIGTERM)
+    return float(program.wait() == os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == -signal.SIGTERM)
 
 
 def bad(sample: Sample) -> Any:

@@ -5,8 +5,8 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,6 +26,7 @@ from megatron_a3po.rollout.rewards.wire import (
     frame,
     length_of,
 )
+from megatron_a3po.rollout.rewards.worker import END_SIGNAL, PREEMPTION_SIGNALS
 from megatron_a3po.runtime.logging import logger
 
 Outcome = list[Score] | RewardFailure
@@ -100,10 +101,13 @@ class RewardPool:
                     logger.info("responses wait for their rewards: worker %d starts", len(self._workers) + 1)
                     self._start_worker()
                 continue
-            if isinstance(found, _Worker):
+            if not isinstance(found, _Worker):
+                self._idle.put_nowait(found)  # for all others that wait
+                raise found
+            if not found.has_ended:
                 return found
-            self._idle.put_nowait(found)  # for all others that wait
-            raise found
+            logger.warning("an idle reward worker has ended; another one starts, see %s", self._settings.log_file)
+            self._discard(found)
 
     def _release(self, worker: "_Worker") -> None:
         self._idle.put_nowait(worker)
@@ -155,7 +159,7 @@ class _Worker:
         # No GPU, where a library that a reward function imports would take memory from the trainer.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
         environment.pop(KEY_VARIABLE, None)  # code that rewards has no business with the servers
-        with log_file.open("ab") as log:
+        with log_file.open("ab") as log, _blocked(PREEMPTION_SIGNALS):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megatron_a3po.rollout.rewards.worker"),
                 stdin=asyncio.subprocess.PIPE,
@@ -165,6 +169,11 @@ class _Worker:
                 start_new_session=True,
             )
         return cls(process, log_file)
+
+    @property
+    def has_ended(self) -> bool:
+        """Also where the keeper still clears up behind its scorer."""
+        return self._process.returncode is not None or self._answers.at_eof()
 
     async def prepare(self, start: WorkerStart) -> None:
         """Raises RewardError where the scorer cannot be made."""
@@ -210,7 +219,7 @@ class _Worker:
     async def end(self) -> None:
         """Kill the worker with all its descendants, however busy they are."""
         with suppress(ProcessLookupError):
-            self._process.terminate()
+            self._process.send_signal(END_SIGNAL)
         try:
             async with asyncio.timeout(_END_SECONDS):
                 await self._process.wait()
@@ -248,6 +257,16 @@ class _Worker:
             with suppress(ValueError):
                 return f"was killed by {signal.Signals(number).name}"
         return f"ended with exit code {code}"
+
+
+@contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """A process that this thread starts meanwhile has them blocked until it can say what they do to it."""
+    blocked = set(signals) - signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
 
 
 class _Lost(Exception):

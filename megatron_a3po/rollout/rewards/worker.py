@@ -1,8 +1,8 @@
 """One reward worker, as a program: `python -m megatron_a3po.rollout.rewards.worker`. `rewards.pool` starts it.
 
 It is two processes. The scorer runs the reward function. The keeper does nothing but wait, so that no reward function
-can keep it from its duty: when the scorer ends, or the trainer ends or asks for it by SIGTERM, it kills the scorer and
-everything that the reward function has ever started, also what has left its parent and its session.
+can keep it from its duty: when the scorer ends, or the trainer ends or asks for it by END_SIGNAL, it kills the scorer
+and everything that the reward function has ever started, also what has left its parent and its session.
 """
 
 import ctypes
@@ -28,11 +28,18 @@ from megatron_a3po.runtime.processes import die_with_parent
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALLED = 128
 """A keeper whose scorer was killed by signal n ends with exit code 128 + n, as a shell does."""
-_KEEPER_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+END_SIGNAL = signal.SIGRTMIN
+"""To the keeper. Nobody but the trainer, and Linux when the trainer has ended, sends it."""
+PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""Slurm sends them to every process of a step. The ranks finish their step and save, and need rewards meanwhile."""
+_KEEPER_SIGNALS = (END_SIGNAL, signal.SIGCHLD)
 _MAX_MESSAGE_CHARACTERS = 500
 
 
 def main() -> NoReturn:
+    for number in PREEMPTION_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)  # the pool has blocked them up to here
     requests, answers = os.dup(0), os.dup(1)
     # What a reward function reads is empty, and what it prints goes to the log.
     null = os.open(os.devnull, os.O_RDONLY)
@@ -45,12 +52,20 @@ def main() -> NoReturn:
     scorer = os.fork()
     if scorer == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEEPER_SIGNALS)
+        _let_children_be_terminated()
         die_with_parent(signal.SIGKILL)
         _score_for_ever(os.fdopen(requests, "rb"), answers)
     os.close(requests)
     os.close(answers)
-    die_with_parent(signal.SIGTERM)
+    die_with_parent(END_SIGNAL)
     _keep(scorer)
+
+
+def _let_children_be_terminated() -> None:
+    """An ignored SIGTERM would be ignored by whatever a reward function starts, too: it could not end it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _keep(scorer: int) -> NoReturn:
