@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_a3po.errors import RolloutError
@@ -12,6 +13,7 @@ from megatron_a3po.rollout import recovery
 from megatron_a3po.rollout.client import RequestRefused
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.precision import UNQUANTISED, is_unquantised
 from megatron_a3po.rollout.protocol import WeightChecksums, label_request, parse_answer, unfinished_label, version_label
 from megatron_a3po.rollout.recovery import GRACE_SECONDS
 from megatron_a3po.rollout.server_states import Server
@@ -51,9 +53,9 @@ class ServerControl:
 
     @property
     def served(self) -> list[tuple[str, str, str | None]]:
-        """URL, folder of the model and quantisation of every server, as it says itself."""
-        members = self.pool.states.members
-        return [(s.url, s.info.model_path, s.info.quantization) for s in members if s.info is not None]
+        """URL, folder of the model and quantisation of every server, as it says itself; where the folder is not seen
+        here, its tensors tell whether it is UNQUANTISED."""
+        return self.loop.run(self._served())
 
     @property
     def membership(self) -> int:
@@ -210,6 +212,17 @@ class ServerControl:
             states.fail_if_too_few()
         states.raise_if_too_few()
         self._participants = states.members
+
+    async def _served(self) -> list[tuple[str, str, str | None]]:
+        found = []
+        for server in self.pool.states.members:
+            if (info := server.info) is None:
+                continue
+            is_seen = Path(info.model_path, "config.json").is_file()
+            asks = info.quantization is None and not is_seen
+            quantization = UNQUANTISED if asks and await is_unquantised(self.pool, server) else info.quantization
+            found.append((server.url, info.model_path, quantization))
+        return found
 
     async def _recover(self, version: int) -> Literal["done", "again", "failed"]:
         states = self.pool.states

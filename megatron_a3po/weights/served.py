@@ -9,22 +9,23 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.fp8_blocks import BLOCK
 from megatron_a3po.hf.quantize import is_quantized
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.runtime.logging import logger
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that a server fuses into one, which has one precision."""
 
 
+_UNQUANTISED = "unquant"
+
 type Served = tuple[str, str, str | None]
 """What a server says about itself: its URL, the folder of its model, and the quantisation that it was started with
-(None: as the folder says)."""
+(None: as the folder says; "unquant": none, as its tensors tell where the folder is not seen here)."""
 
 
 def served_quantization(servers: Sequence[Served]) -> dict[str, Any] | None:
     """The `quantization_config` that all servers follow; None for unquantised models.
 
-    It stands in config.json of the folder that a server has read; one that this machine does not see counts as not
-    quantised, with a warning. Raises PublishError for servers that differ, and for other quantisation than FP8 in
+    It stands in config.json of the folder that a server has read. Raises PublishError for a folder that cannot be read
+    here, unless the server's tensors are unquantised, for servers that differ, and for other quantisation than FP8 in
     blocks of 128 x 128.
     """
     found = {url: _of_server(url, model, quantization) for url, model, quantization in servers}
@@ -81,11 +82,14 @@ def _of_server(url: str, model: str, quantization: str | None) -> dict[str, Any]
     try:
         config = read_model_config(Path(model)).get("quantization_config")
     except UnreadableModel as error:
-        logger.warning(
-            "%s: the folder of its model cannot be read here (%s); weights are published unquantised", url, error
-        )
-        config = None
-    if config is None and quantization is None:
+        if quantization == _UNQUANTISED:
+            return None
+        raise PublishError(
+            f"{url}: in which precision it serves {model} is not known: the folder cannot be read here "
+            f"({error.problem}), and the server does not show unquantised weights; make the folder visible here under "
+            "the same path, or start the server on one that is"
+        ) from None
+    if config is None and quantization in (None, _UNQUANTISED):
         return None
     if config is None:
         raise PublishError(

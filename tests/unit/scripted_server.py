@@ -40,6 +40,8 @@ class ScriptedServer:
         self.generation_seconds: Callable[[int], float] = lambda _: 0.0
         """How long the k-th call of /generate takes, from 1."""
         self.checksums: dict[str, str] = {"model.norm.weight": "00ff"}
+        self.in_fp8_blocks: set[str] = set()
+        """Names of tensors with scales of their own, of which the checksums do not tell"""
         self.parallelism = {"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "size": 1}
         self.calls: list[tuple[str, Json]] = []
         """Every POST in order of arrival, with its body."""
@@ -194,8 +196,14 @@ class ScriptedServer:
     async def _abort_request(self, _: Json) -> web.Response:
         return web.Response()
 
-    async def _weights_checker(self, _: Json) -> web.Response:
-        rank = {"checksums": self.checksums, "per_gpu_checksum": "1234", "parallelism_info": self.parallelism}
+    async def _weights_checker(self, body: Json) -> web.Response:
+        skipped = body.get("skip_tensor_list") or []
+        kept = {
+            name: checksum
+            for name, checksum in self.checksums.items()
+            if name in self.in_fp8_blocks or not any(part in name for part in skipped)
+        }
+        rank = {"checksums": kept, "per_gpu_checksum": "1234", "parallelism_info": self.parallelism}
         answer = {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": "5678"}
         return web.json_response(answer)
 

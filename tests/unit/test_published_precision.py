@@ -11,6 +11,8 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.quantize import quantization_config
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.served import fp8_rule, served_quantization
+from tests.unit.scripted_server import answer, refuse
+from tests.unit.test_publisher import control, serve
 
 URLS = ("http://a:1", "http://b:2")
 
@@ -107,8 +109,43 @@ def test_servers_of_different_precisions_are_an_error_that_names_both(tmp_path: 
         served_quantization([(url, path, None) for url, path in zip(URLS, paths, strict=True)])
 
 
-def test_a_folder_that_is_not_seen_here_is_taken_as_unquantised_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert served_quantization([(URLS[0], "/nowhere/model", None)]) is None
-    assert f"{URLS[0]}: the folder of its model cannot be read here" in caplog.text
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_folder_that_is_not_seen_here_is_an_error_that_names_it_and_the_server(quantization: str | None) -> None:
+    remedy = "make the folder visible here under the same path, or start the server on one that is"
+    with pytest.raises(PublishError, match=rf"{URLS[0]}: .*/nowhere/model .*no config\.json there.*{remedy}"):
+        served_quantization([(URLS[0], "/nowhere/model", quantization)])
+
+
+TENSORS: dict[str, tuple[list[str], list[str], bool]] = {
+    "unquantised": (["norm.weight", "experts.w13_weight", "qkv_proj.bias", "attn.sinks"], [], True),
+    "FP8 in blocks": (["norm.weight", "qkv_proj.weight"], ["qkv_proj.weight"], False),
+    "FP8 with one scale": (["norm.weight", "qkv_proj.weight", "qkv_proj.weight_scale"], [], False),
+    "experts in FP8": (["norm.weight", "experts.w13_weight", "experts.w13_weight_scale"], [], False),
+    "GPTQ": (["norm.weight", "qkv_proj.qweight"], [], False),
+    "unknown": ([], [], False),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_of_a_server_whose_folder_is_not_seen_here_the_tensors_tell_whether_it_is_unquantised(case: str) -> None:
+    """What SGLang tells of servers in FP8 was found with its own code, in tests/e2e/test_served_precision.py."""
+    names, in_fp8_blocks, is_unquantised = TENSORS[case]
+    with serve(None) as (server,):
+        server.checksums, server.in_fp8_blocks = dict.fromkeys(names, "00ff"), set(in_fp8_blocks)
+        server.script("/server_info", answer({"model_path": "/nowhere/model"}))
+        with control(server.url) as receivers:
+            served = receivers.served
+            assert served == [(server.url, "/nowhere/model", "unquant" if is_unquantised else None)]
+            if is_unquantised:
+                assert served_quantization(served) is None
+            server.script("/weights_checker", refuse(400, "disabled"))
+            assert receivers.served == [(server.url, "/nowhere/model", None)]
+
+
+def test_a_server_whose_folder_is_seen_here_is_not_asked_for_its_tensors(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "fp8", quantization_config())
+    with serve(None) as (server,):
+        server.script("/server_info", answer({"model_path": path}))
+        with control(server.url) as receivers:
+            assert receivers.served == [(server.url, path, None)]
+        assert server.paths() == []

@@ -1,0 +1,36 @@
+"""Whether a server holds its model unquantised, by its own tensors: for a model whose folder is not seen here."""
+
+import re
+from typing import Any
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer
+from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.runtime.logging import logger
+
+UNQUANTISED = "unquant"
+"""What SGLang calls it"""
+_UNQUANTISED_NAME = re.compile(r"[._](weight|bias|sinks)$")
+_CHECKER = "/weights_checker"
+
+
+async def is_unquantised(pool: ServerPool, server: Server) -> bool:
+    """False also where the server does not tell.
+
+    SGLang's checksums tell of no scales of weights in FP8 blocks, and are those of what such weights stand for. But
+    these cannot be skipped, as all others can. Any other quantisation shows in the tensors' names.
+    """
+    try:
+        kept = await _names(pool, server, {"skip_tensor_list": ["weight"]})
+        names = await _names(pool, server, {})
+    except RolloutError as error:
+        logger.debug("%s does not tell what it holds: %s", server.url, error)
+        return False
+    return bool(names) and all(map(_UNQUANTISED_NAME.search, names)) and not any("weight" in name for name in kept)
+
+
+async def _names(pool: ServerPool, server: Server, options: dict[str, Any]) -> set[str]:
+    answer = await pool.post(server, _CHECKER, {"action": "checksum", **options})
+    parsed = parse_answer(WeightChecksums, answer, server.url + _CHECKER)
+    return {name for rank in parsed.ranks for name in rank.checksums}
