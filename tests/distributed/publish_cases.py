@@ -16,7 +16,7 @@ PUBLISHED = [
     Case(family="qwen2", parallel={"tensor": 4}),
     Case(family="qwen3_mqa", parallel=_TP2_PP2),
     Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 4}),
-    Case(family="qwen3_moe", parallel={"pipeline": 2, "expert": 2}),
+    Case(family="qwen3_moe", parallel={"pipeline": 2, "expert": 2}, settings={"precision": "bf16"}),
     Case(family="qwen3_moe", parallel={"pipeline": 2, "virtual_pipeline": 2, "expert": 2}),
     Case(family="glm4_moe", parallel={"pipeline": 2, "expert": 2}),
     Case(family="gpt_oss", parallel={"tensor": 2, "expert": 2}),
@@ -45,9 +45,7 @@ def encoded(cases: list[Case]) -> list[dict[str, Any]]:
 
 def changed_policy(case: Case, folder: Path) -> Any:
     """A tiny model's policy in the layout of the case, whose weights are those of the file times 1.25. Collective."""
-    import torch
     import torch.distributed as dist
-    from megatron.bridge.models.conversion.utils import persistent_buffers
 
     from megatron_a3po.actor.fusions import detect_fusions
     from megatron_a3po.actor.model import build_model
@@ -57,20 +55,28 @@ def changed_policy(case: Case, folder: Path) -> Any:
         save_tiny_model(case.family, folder)
     dist.barrier()
     model = build_model(configuration(case, folder), detect_fusions())
-    with torch.no_grad():
-        for chunk in model.chunks:
-            for parameter in chunk.parameters():
-                parameter.mul_(1.25)
-            for _, buffer in persistent_buffers(chunk):
-                buffer.mul_(1.25)
+    change(model)
     return model
 
 
-def expected_bytes(folder: Path, *, times: int = 1) -> dict[str, bytes]:
-    """The tensors of the file times 1.25, so many times, in float32."""
+def change(model: Any) -> None:
+    """All weights, times 1.25."""
+    import torch
+    from megatron.bridge.models.conversion.utils import persistent_buffers
+
+    with torch.no_grad():
+        for chunk in model.chunks:
+            for tensor in (*chunk.parameters(), *(buffer for _, buffer in persistent_buffers(chunk))):
+                tensor.mul_(1.25)
+
+
+def expected_bytes(folder: Path, *, times: int = 1, precision: str = "fp32") -> dict[str, bytes]:
+    """The tensors of the file times 1.25, so many times, each time rounded to the precision."""
+    import torch
     from safetensors.torch import load_file
 
-    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     for _ in range(times):
         tensors = {name: tensor * 1.25 for name, tensor in tensors.items()}
-    return {name: tensor.contiguous().numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}

@@ -1,16 +1,21 @@
 """Publication from several ranks to scripted servers, whose receivers are real ranks of the update groups."""
 
+import dataclasses
 import json
+import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.distributed.launch import end_model_parallel, run_ranks
-from tests.distributed.publish_cases import PUBLISHED, Case, changed_policy, encoded, expected_bytes
+from tests.distributed.publish_cases import PUBLISHED, Case, change, changed_policy, encoded, expected_bytes
 from tests.tiny_models import save_tiny_model
-from tests.unit.scripted_server import Receiver, ScriptedServer, refuse, start_receiver
+from tests.unit.scripted_server import Json, ScriptedServer, close_connection, refuse, start_receiver, success
 from tests.unit.test_publisher import UPDATE, serve
 
 BUCKET_BYTES = 100_000
@@ -23,7 +28,10 @@ def test_two_servers_receive_the_models_tensors_from_every_layout(tmp_path: Path
     with start_receiver() as first, start_receiver() as second, serve(first, second) as servers:
         urls = json.dumps([server.url for server in servers])
         output = run_ranks(_publish, 4, json.dumps(encoded(PUBLISHED)), str(tmp_path), urls, timeout_seconds=200.0)
-        received = [_received(server, receiver) for server, receiver in zip(servers, (first, second), strict=True)]
+        received = [
+            _received(server.bodies(UPDATE), receiver.buffers)
+            for server, receiver in zip(servers, (first, second), strict=True)
+        ]
 
     reports = [json.loads(line) for line in output.splitlines() if line.startswith('{"title"')]
     assert [report["title"] for report in reports] == [case.title for case in PUBLISHED]
@@ -31,7 +39,8 @@ def test_two_servers_receive_the_models_tensors_from_every_layout(tmp_path: Path
         assert [publication["version"] for publication in publications] == ["0", "1"] * len(PUBLISHED)
         for number, publication in enumerate(publications):
             case = PUBLISHED[number // 2]
-            expected = expected_bytes(tmp_path / case.family, times=1 + number % 2)
+            precision = case.settings.get("precision", "fp32")
+            expected = expected_bytes(tmp_path / case.family, times=1 + number % 2, precision=precision)
             assert publication["tensors"].keys() == expected.keys(), case.title
             wrong = [name for name, content in publication["tensors"].items() if content != expected[name]]
             assert wrong == [], case.title
@@ -42,21 +51,17 @@ def test_two_servers_receive_the_models_tensors_from_every_layout(tmp_path: Path
             assert max(publication["sizes"]) <= max(BUCKET_BYTES, 8 * largest_part)
 
 
-def _received(server: ScriptedServer, receiver: Receiver) -> list[dict[str, Any]]:
+def _received(requests: list[Json], buffers: list[bytes]) -> list[dict[str, Any]]:
     """Publication by publication; a name that comes twice in one is an error."""
     publications: list[dict[str, Any]] = []
-    requests = server.bodies(UPDATE)
-    assert len(requests) == len(receiver.buffers)
     tensors: dict[str, bytes] = {}
     groups: set[str] = set()
     sizes: list[int] = []
-    for request, buffer in zip(requests, receiver.buffers, strict=True):
+    for request, buffer in zip(requests, buffers, strict=True):
         start = 0
         for name, dtype, shape in zip(request["names"], request["dtypes"], request["shapes"], strict=True):
-            assert dtype == "float32" and name not in tensors
-            size = 4
-            for length in shape:
-                size *= length
+            assert name not in tensors
+            size = math.prod(shape) * {"float32": 4, "bfloat16": 2}[dtype]
             tensors[name] = buffer[start : start + size]
             start += size
         assert start == len(buffer)
@@ -83,7 +88,7 @@ def test_every_rank_is_told_of_a_refused_bucket_and_of_a_rank_that_lacks_a_param
     with start_receiver() as first, start_receiver() as second, serve(first, second) as servers:
         servers[1].script(UPDATE, refuse(400, "partially updated"), calls=range(4, 5))
         urls = json.dumps([server.url for server in servers])
-        output = run_ranks(_fail, 4, str(tmp_path), urls, timeout_seconds=100.0)
+        output = run_ranks(_fail, 4, str(tmp_path), urls, timeout_seconds=200.0)
 
     lacking, refused = (json.loads(line) for line in output.splitlines() if line.startswith('["'))
     assert len(set(lacking)) == 1 and len(lacking) == 4
@@ -94,8 +99,48 @@ def test_every_rank_is_told_of_a_refused_bucket_and_of_a_rank_that_lacks_a_param
     assert all("/continue_generation" not in server.paths() for server in servers)
 
 
+@pytest.mark.distributed
+def test_a_server_that_fails_drops_out_on_every_rank_and_holds_the_others_bytes_when_it_is_back(tmp_path: Path) -> None:
+    """It refuses a bucket of version 0. Before versions 2 and 4, the other server was in quarantine, so that all
+    groups are built anew; the server fails when it should forget the former ones."""
+    save_tiny_model("qwen3", tmp_path / "qwen3")
+    with start_receiver() as first, start_receiver() as second, serve(first, second) as servers:
+        faults = {"1": refuse(500, "out of memory"), "3": close_connection}
+
+        async def fail_once_to_forget(request: web.Request, body: Json) -> web.StreamResponse:
+            if (fault := faults.pop(servers[1].version, None)) is not None:
+                return await fault(request, body)
+            await servers[1]._receive("leave", body)
+            return success()
+
+        servers[1].script(UPDATE, refuse(400, "partially updated"), calls=range(4, 5))
+        servers[1].script("/destroy_weights_update_group", fail_once_to_forget)
+        urls = json.dumps([server.url for server in servers])
+        output = run_ranks(_lose_and_regain, 4, str(tmp_path), urls, timeout_seconds=200.0)
+        received = [
+            _received(requests, receiver.buffers[-len(requests) :])
+            for receiver, requests in ((first, _bodies_of_others(servers[0])), (second, _bodies_of_others(servers[1])))
+        ]
+
+    assert faults == {}
+    outcomes = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+    assert outcomes == [["published"] * 4] * 5
+    versions = [[int(publication["version"]) for publication in publications] for publications in received]
+    assert versions == [[0, 1, 2, 3, 4], [1, 3]]
+    expected = [expected_bytes(tmp_path / "qwen3", times=1 + version) for version in range(5)]
+    for publication in (*received[0], *received[1]):
+        assert publication["tensors"] == expected[int(publication["version"])]
+
+
+def _bodies_of_others(server: ScriptedServer) -> list[Json]:
+    """Of all updates but the server's first one, which came to nothing."""
+    paths = [path for path, _ in server.calls]
+    begin = "/begin_weight_update"
+    second = paths.index(begin, paths.index(begin) + 1)
+    return [body for path, body in server.calls[second:] if path == UPDATE]
+
+
 def _publish(cases: str, folder: str, urls: str) -> None:
-    import torch
     import torch.distributed as dist
 
     from tests.unit.test_publisher import control
@@ -108,12 +153,7 @@ def _publish(cases: str, folder: str, urls: str) -> None:
             with _publisher(config, model, receivers) as publisher:
                 for version in range(2):
                     publisher.publish(version)
-                    with torch.no_grad():
-                        for chunk in model.chunks:
-                            for parameter in chunk.parameters():
-                                parameter.mul_(1.25)
-                            for _, buffer in _buffers(chunk):
-                                buffer.mul_(1.25)
+                    change(model)
         if dist.get_rank() == 0:
             print(json.dumps({"title": case.title}), flush=True)
         end_model_parallel()
@@ -146,6 +186,28 @@ def _fail(folder: str, urls: str) -> None:
     end_process(0)  # a broadcast that nobody joins any more is left behind
 
 
+def _lose_and_regain(folder: str, urls: str) -> None:
+    import torch.distributed as dist
+
+    from megatron_a3po.runtime.processes import end_process
+    from tests.unit.test_publisher import control
+
+    _start()
+    case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})
+    model = changed_policy(case, Path(folder) / case.family)
+    first, second = json.loads(urls)
+    with (
+        control(first, second, min_servers=1) as receivers,
+        _publisher(_configuration(case, folder), model, receivers) as publisher,
+    ):
+        for version in range(5):
+            if version in (2, 4) and dist.get_rank() == 0:
+                receivers.reject({first: "a response was lost"})
+            _print_errors(partial(publisher.publish, version), "published")
+            change(model)
+    end_process(0)  # a broadcast that nobody joins any more is left behind
+
+
 def _start() -> None:
     import torch
 
@@ -162,7 +224,7 @@ def _configuration(case: Case, folder: str) -> Any:
 
     publish = {"bucket_bytes": BUCKET_BYTES, "timeout_seconds": 30.0, "fallback": False}
     path = Path(folder) / case.family
-    return configuration(Case(family=case.family, parallel=case.parallel, settings={"publish": publish}), path)
+    return configuration(dataclasses.replace(case, settings=case.settings | {"publish": publish}), path)
 
 
 def _publisher(config: Any, model: Any, receivers: Any) -> Any:
@@ -177,19 +239,13 @@ def _publisher(config: Any, model: Any, receivers: Any) -> Any:
     return build_publisher(config, model.chunks, model.groups, mine, control, timer=PhaseTimer())
 
 
-def _buffers(chunk: Any) -> Any:
-    from megatron.bridge.models.conversion.utils import persistent_buffers
-
-    return persistent_buffers(chunk)
-
-
-def _print_errors(work: Any) -> None:
+def _print_errors(work: Callable[[], object], message: str = "nothing was raised") -> None:
+    """Of all ranks; `message` where there is none."""
     import torch.distributed as dist
 
     from megatron_a3po.errors import PublishError
     from megatron_a3po.parallel.messages import gather_json
 
-    message = "nothing was raised"
     try:
         work()
     except PublishError as error:
