@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from io import BufferedReader
 from typing import NoReturn
 
@@ -65,7 +66,17 @@ def _let_children_be_terminated() -> None:
     """An ignored SIGTERM would be ignored by whatever a reward function starts, too: it could not end it."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.siginterrupt(signal.SIGTERM, False)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+    def reset() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        unblock()
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    # Blocked meanwhile, so that a fork is not deaf to a signal that comes before it has the default again.
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
 
 
 def _keep(scorer: int) -> NoReturn:
