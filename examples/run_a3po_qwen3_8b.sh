@@ -6,6 +6,7 @@
 #   torchrun --nproc-per-node 4 examples/run_a3po_qwen3_8b.sh [key=value ...]
 # On several nodes with shared storage, on each of them, with the same secret in A3PO_SERVER_KEY:
 #   torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/run_a3po_qwen3_8b.sh
+# and, where a node's own name resolves to 127.0.1.1 there, as on Debian, with its address in NODE_ADDRESS.
 # DEVICE=cpu before any of them: the same with a tiny model, without a GPU.
 set -euo pipefail
 script=$(readlink -f "${BASH_SOURCE[0]}")

@@ -4,11 +4,13 @@ import argparse
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from megatron_a3po.config import RunConfig, load_config, to_yaml
 from megatron_a3po.errors import A3poError, ConfigError, RunFinished
@@ -51,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--name", type=_name, help="of the folder in run_dir/evaluations; default: the time")
     evaluate.set_defaults(run=_evaluate)
 
-    plan = commands.add_parser("plan", help="check a configuration, and say what would run, and in how much memory")
+    plan = commands.add_parser(
+        "plan", help="say what would run, and in how much memory; check configuration, model and datasets"
+    )
     _add_config(plan)
     plan.add_argument("--ranks", type=_positive, required=True, help="that torchrun would start, on all nodes together")
     plan.set_defaults(run=_plan)
@@ -93,13 +97,19 @@ def _train(parsed: argparse.Namespace) -> int:
             plan_resume(config.run_dir, config.resume, to_yaml(config))
         log_file = make_log_folder(config.run_dir) / f"rank{rank}.log"
     except ConfigError as error:
-        if rank == 0:
-            # Under torchrun stderr drowns in torchrun's own report of the failure.
-            print(f"error: {error}", file=sys.stdout if "RANK" in os.environ else sys.stderr, flush=True)
-        else:
-            time.sleep(_LET_OTHERS_SPEAK_SECONDS)
+        # Under torchrun stderr drowns in torchrun's own report of the failure.
+        say_mistake(error, rank=rank, file=sys.stdout if "RANK" in os.environ else sys.stderr)
         return _CONFIG_MISTAKE
     return _run(config, rank, log_file)
+
+
+def say_mistake(error: A3poError, *, rank: int, file: TextIO) -> None:
+    """On the first rank of each node: files, GPUs and environment may be other ones there. The others let it speak."""
+    if int(os.environ.get("LOCAL_RANK", rank)) > 0:
+        time.sleep(_LET_OTHERS_SPEAK_SECONDS)
+        return
+    where = f" on {socket.gethostname()}" if rank > 0 else ""
+    print(f"error{where}: {error}", file=file, flush=True)
 
 
 def _run(config: RunConfig, rank: int, log_file: Path) -> int:
@@ -148,12 +158,19 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         # connection is the echo of another rank's end, and that one must have spoken.
         if rank > 0 or _is_lost_connection(error):
             time.sleep(_LET_OTHERS_SPEAK_SECONDS)
-        message = str(error) if isinstance(error, A3poError) else f"{type(error).__name__}: {error}"
-        print(f"error on rank {rank}: {message}\n  logs: {config.run_dir / 'logs'}", file=screen, flush=True)
+        print(f"error on rank {rank}: {_message(error)}\n  logs: {config.run_dir / 'logs'}", file=screen, flush=True)
         with suppress(OSError):  # the log may be what failed, on a full disk
             traceback.print_exception(error)
         end_process(_FAILED)
     return 0
+
+
+def _message(error: BaseException) -> str:
+    return str(error) if isinstance(error, A3poError) else f"{type(error).__name__}: {error}"
+
+
+def _exit_code(error: Exception) -> int:
+    return _CONFIG_MISTAKE if isinstance(error, ConfigError) else _FAILED
 
 
 def _is_lost_connection(error: BaseException) -> bool:
@@ -180,10 +197,9 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        message = str(error) if isinstance(error, A3poError) else f"{type(error).__name__}: {error}"
-        print(f"error: {message}\n  log: {log_file}", file=screen, flush=True)
+        print(f"error: {_message(error)}\n  log: {log_file}", file=screen, flush=True)
         traceback.print_exception(error)
-        return _CONFIG_MISTAKE if isinstance(error, ConfigError) else _FAILED
+        return _exit_code(error)
     for result in results:
         print(result, file=screen)
     print(f"responses and results: {config.run_dir / 'evaluations' / name}", file=screen)
@@ -196,10 +212,15 @@ def _plan(parsed: argparse.Namespace) -> int:
 
     try:
         config = load_config(parsed.config, parsed.overrides, {"WORLD_SIZE": str(parsed.ranks)})
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _CONFIG_MISTAKE
-    print("\n".join(describe_run(config, load_architecture(config.model), parsed.ranks)))
+        # The tokenizer and the datasets take a while.
+        print("\n".join(describe_run(config, load_architecture(config.model), parsed.ranks)), flush=True)
+        from megatron_a3po.rollout.prompt_loading import try_datasets
+
+        for line in try_datasets(config):
+            print(line)
+    except Exception as error:
+        print(f"error: {_message(error)}", file=sys.stderr)
+        return _exit_code(error)
     return 0
 
 

@@ -2,6 +2,7 @@
 starts rollout servers on the GPUs that training leaves over."""
 
 import argparse
+import ipaddress
 import os
 import shlex
 import signal
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_a3po.__main__ import main as run_command
+from megatron_a3po.__main__ import say_mistake
 from megatron_a3po.config import RunConfig, load_architecture, load_config
 from megatron_a3po.config.describe import describe_run
 from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
@@ -24,7 +27,6 @@ from megatron_a3po.rollout.launcher import check_host
 from megatron_a3po.rollout.prompt_loading import try_datasets
 from megatron_a3po.runtime.processes import die_with_parent
 
-_LET_RANK_0_SPEAK_SECONDS = 3.0
 _HEARTBEAT_SECONDS = 60.0
 _END_SECONDS = 30.0
 _MISTAKE = 2
@@ -74,14 +76,25 @@ class Node:
 
     @property
     def address(self) -> str:
-        """At which other nodes reach the servers of this one."""
+        """At which other nodes reach the servers of this one. Raises ConfigError."""
         if "NODE_ADDRESS" in os.environ:
             return os.environ["NODE_ADDRESS"]
-        return socket.gethostbyname(socket.gethostname()) if self.num_nodes > 1 else "127.0.0.1"
+        if self.num_nodes == 1:
+            return "127.0.0.1"
+        host, problem = socket.gethostname(), "has no address"
+        with suppress(OSError):
+            address = socket.gethostbyname(host)
+            if not ipaddress.ip_address(address).is_loopback:
+                return address
+            problem = f"is {address} to itself, as on Debian"
+        raise ConfigError(
+            f"{host} {problem}, and other nodes must reach its servers; set NODE_ADDRESS to the address that they know"
+        )
 
 
 def run_node(recipe: Recipe, arguments: Sequence[str]) -> int:
     """The program of one rank; returns its exit code. `arguments`: of the command line."""
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, for reward functions
     parsed = _parser(recipe).parse_intermixed_args(arguments)
     node = Node.from_environment(recipe)
     overrides = [
@@ -103,10 +116,7 @@ def run_node(recipe: Recipe, arguments: Sequence[str]) -> int:
         if node.local_rank == 0:
             check_host(node.address, read_server_key(config.rollout.key_file))
     except A3poError as error:
-        if node.rank == 0:
-            print(f"error: {error}", flush=True)
-        else:
-            time.sleep(_LET_RANK_0_SPEAK_SECONDS)
+        say_mistake(error, rank=node.rank, file=sys.stdout)
         return _MISTAKE if isinstance(error, ConfigError) else 1
     train = ["train", "--config", recipe.config, *overrides]
     if node.local_rank > 0:

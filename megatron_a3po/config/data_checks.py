@@ -1,7 +1,9 @@
 """Checks of the prompts' and the rewards' options. No torch, and nothing of a dataset is read."""
 
 import difflib
+import os
 import re
+import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -111,8 +113,9 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
             yield from _answers(config, scorer)
     elif _FUNCTION.fullmatch(scorer):
         package = scorer.split(":")[0].split(".")[0]
-        # Without importing it: that may take long, and is the workers' business.
-        if PathFinder.find_spec(package) is None:
+        # Without importing it: that may take long, and is the workers' business. And in the run's folder, which may be
+        # on the path of the run only, and not on that of the program that checks this.
+        if PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
             remedy = "start the run in the folder that holds it, or set PYTHONPATH"
             yield Mistake("reward.scorer", scorer, f"there is no module {package!r}", remedy)
     elif scorer not in _SCORERS:

@@ -69,11 +69,12 @@ def share_gpus(gpus: Sequence[str], per_server: int) -> list[Sequence[str]]:
 def server_maker(config: RunConfig, *, gpus: Sequence[str] | None, host: str, key: str | None) -> MakeServer:
     """gpus: None: on the CPU. Raises ConfigError where the folder of the run cannot be made."""
     logs, arguments = make_log_folder(config.run_dir), server_arguments(config.rollout)
+    model = config.model.absolute()  # whoever asks the server may run in another folder
 
     def make(port: int | None) -> LocalServer:
         port = free_port(host) if port is None else port
         log_file = logs / f"rollout_server_{host}_{port}.log"
-        return LocalServer(config.model, log_file, arguments, gpus=gpus, host=host, port=port, key=key)
+        return LocalServer(model, log_file, arguments, gpus=gpus, host=host, port=port, key=key)
 
     return make
 
@@ -153,7 +154,7 @@ class KeptServer:
         register(self._folder, registration)
         self._is_registered = True
         where = "the CPU" if server.gpus is None else f"GPU {','.join(server.gpus)}"
-        self._say(f"the rollout server at {server.url} is ready: {server.model}, on {where}")
+        self._say(f"the rollout server at {server.url} is ready: {self._config.model}, on {where}")
 
     def _is_ready(self, server: LocalServer) -> bool:
         if _status(f"{server.url}/ready") != 200:

@@ -10,12 +10,13 @@ from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.evaluate import evaluate
 from tests.unit.test_recipes import checkout as checkout
+from tests.unit.test_recipes import readable as readable
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["plan", "--config", str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml")]
 
 
-def test_overrides_may_stand_on_both_sides_of_an_option(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_stand_on_both_sides_of_an_option(readable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "num_steps=70", "--ranks", "4", "rollout.group_size=4"]) == 0
     output = capsys.readouterr().out
     assert "run: 70 steps" in output and "128 prompts x 4 responses" in output

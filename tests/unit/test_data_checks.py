@@ -1,5 +1,6 @@
 """Mistakes in the options of prompts and rewards: found before anything starts, with key, value and remedy."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_a_mistake_is_named_with_its_remedy(
 ) -> None:
     (mistake,) = found(data, reward)
     assert message in mistake
+
+
+def test_a_reward_function_in_the_folder_where_the_run_starts_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [str(folder / "tools"), *filter(None, sys.path)])  # as `python tools/...` has it
+    (folder / "my_rewards_of_here.py").touch()
+    assert found(FILE, {"scorer": "my_rewards_of_here:f"}) == []
 
 
 def test_evaluation_datasets_that_are_right(folder: Path) -> None:

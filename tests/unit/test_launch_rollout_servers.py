@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from megatron_a3po.config import DataConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import ConfigError, RolloutError
 from megatron_a3po.rollout import launcher
-from megatron_a3po.rollout.launcher import KeptServer, check_host, keep_running, share_gpus
+from megatron_a3po.rollout.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
 from megatron_a3po.rollout.registration import Registration, read_registrations
 from megatron_a3po.rollout.servers import LocalServer
 from tests.unit.test_rollout_server_process import is_running, wait_until
@@ -327,6 +327,21 @@ def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatc
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: no IPv4 address or name of this machine"):
         check_host("192.0.2.1", KEY)
+
+
+def test_servers_say_where_their_model_lies_wherever_they_are_asked_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(
+        model=Path("models/x"),
+        run_dir=Path("run"),
+        num_steps=1,
+        data=DataConfig(task="spell_backward"),
+        rollout=RolloutConfig(max_new_tokens=8),
+    )
+    server = server_maker(config, gpus=None, host="127.0.0.1", key=None)(None)
+    assert server.model == tmp_path / "models" / "x"
 
 
 def test_gpus_are_shared_among_servers_in_order() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,16 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from megatron_a3po import node as node_module
 from megatron_a3po.errors import A3poError
 from megatron_a3po.node import Node, Recipe, run_node
 from tests.unit.test_recipes import checkout as checkout
+from tests.unit.test_recipes import readable as readable
+from tests.unit.test_recipes import write_math500
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Recipe(
@@ -48,32 +47,8 @@ def torchrun_says(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)  # whatever other tests have made of it
-
-
-@pytest.fixture
-def readable(checkout: Path) -> Path:
-    """The checkout with a tokenizer, and with a few rows in each dataset of the recipe."""
-    words = models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), chat_template="{{ messages[0].content }}")
-    tokenizer.save_pretrained(checkout / "models" / "Qwen3-8B")
-    for name, number in (("dapo-math-17k", 7), ("aime-2024", 3)):
-        rows = [
-            {
-                "prompt": [{"role": "user", "content": f"{name} {index}"}],
-                "reward_model": {"ground_truth": "1"},
-                "extra_info": {"index": str(index)},
-            }
-            for index in range(number)
-        ]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), checkout / "data" / f"{name}.parquet")
-    rows = [{"problem": f"{index} + 1", "answer": "1", "unique_id": str(index)} for index in range(5)]
-    write_math500(checkout, [json.dumps(row) for row in rows])
-    return checkout
-
-
-def write_math500(checkout: Path, lines: list[str]) -> None:
-    (checkout / "data" / "math500" / "test.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def test_a_dry_run_on_one_node(
@@ -196,6 +171,65 @@ def test_several_nodes_need_a_key(
     assert run_node(RECIPE, []) == 2
     output = capsys.readouterr().out
     assert "--host 192.0.2.7: without a key" in output and "A3PO_SERVER_KEY" in output
+
+
+def test_a_mistake_on_another_node_is_told_there_once_with_its_name(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_a3po.__main__._LET_OTHERS_SPEAK_SECONDS", 0.0)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-b")
+    (checkout / "key").touch(0o644)
+    (checkout / "key").chmod(0o644)
+    for override, message in (("seed=1", "node-b has 0 visible GPUs"), ("rollout.key_file=key", "others may read it")):
+        torchrun_says(monkeypatch, RANK=4, LOCAL_RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
+        monkeypatch.setenv("NODE_ADDRESS", "10.0.0.2")
+        assert run_node(RECIPE, [override]) == 2
+        output = capsys.readouterr().out
+        assert output.startswith("error on node-b: ") and message in output
+
+        torchrun_says(monkeypatch, RANK=5, LOCAL_RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
+        assert run_node(RECIPE, [override]) == 2
+        assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("found", "said"), [("127.0.1.1", "is 127.0.1.1 to itself"), (None, "has no address")])
+def test_several_nodes_need_an_address_that_others_reach(
+    readable: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: str | None,
+    said: str,
+) -> None:
+    def resolve(host: str) -> str:
+        if found is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return found
+
+    monkeypatch.setattr("socket.gethostbyname", resolve)
+    torchrun_says(monkeypatch, RANK=0, LOCAL_RANK=0, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4)
+    (readable / "models" / "Qwen3-8B-megatron" / "weights").mkdir(parents=True)
+    (readable / "models" / "Qwen3-8B-megatron" / "weights" / ".metadata").touch()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    for arguments in (["--dry-run"], []):
+        assert run_node(RECIPE, arguments) == 2
+        output = capsys.readouterr().out
+        assert said in output and "set NODE_ADDRESS" in output
+    monkeypatch.setenv("NODE_ADDRESS", "127.0.0.2")
+    assert run_node(RECIPE, ["--dry-run"]) == 0
+    torchrun_says(monkeypatch, RANK=0, LOCAL_RANK=0, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4)
+    assert run_node(RECIPE, ["--dry-run"]) == 0
+
+
+def test_the_folder_where_the_run_starts_is_on_the_path_on_which_workers_find_reward_functions(
+    readable: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torchrun_says(monkeypatch)
+    monkeypatch.setattr("sys.path", [str(ROOT / "examples"), *filter(None, sys.path)])  # as `torchrun examples/...`
+    (readable / "my_rewards_here.py").write_text("def f(samples):\n    return [1.0 for _ in samples]\n")
+    assert run_node(RECIPE, ["--dry-run", "reward.scorer=my_rewards_here:f"]) == 0
+    assert str(readable) in sys.path
+    assert run_node(RECIPE, ["--dry-run", "reward.scorer=my_rewards_gone:f"]) == 2
+    assert "there is no module 'my_rewards_gone'" in capsys.readouterr().out
 
 
 def test_rank_0_makes_things_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

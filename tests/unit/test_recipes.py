@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megatron_a3po.__main__ import main
 from megatron_a3po.config import Architecture, RunConfig, estimate_memory, load_config, read_architecture
@@ -98,6 +102,39 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "data" / file).touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def readable(checkout: Path) -> Path:
+    """The checkout with tokenizers, and with a few rows in each dataset of the recipes."""
+    words = models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), chat_template="{{ messages[0].content }}")
+    for model in (checkout / "models").iterdir():
+        tokenizer.save_pretrained(model)
+    for name, number in (("dapo-math-17k", 7), ("aime-2024", 3)):
+        rows: list[dict[str, Any]] = [
+            {
+                "prompt": [{"role": "user", "content": f"{name} {index}"}],
+                "reward_model": {"ground_truth": "1"},
+                "extra_info": {"index": str(index)},
+            }
+            for index in range(number)
+        ]
+        write_parquet(checkout / "data" / f"{name}.parquet", rows)
+    for split, number in (("train", 6), ("test", 4)):
+        rows = [{"question": f"{split} {index}?", "answer": f"so\n#### {index}"} for index in range(number)]
+        write_parquet(checkout / "data" / "gsm8k" / "main" / f"{split}.parquet", rows)
+    rows = [{"problem": f"{index} + 1", "answer": "1", "unique_id": str(index)} for index in range(5)]
+    write_math500(checkout, [json.dumps(row) for row in rows])
+    return checkout
+
+
+def write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+def write_math500(checkout: Path, lines: list[str]) -> None:
+    (checkout / "data" / "math500" / "test.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def load(recipe: str) -> tuple[RunConfig, Architecture, Stated]:
@@ -217,8 +254,40 @@ def test_the_readme_has_a_row_for_each_recipe_that_says_the_same() -> None:
         assert stated(recipe) == Stated(*numbers[:2], sizes, *numbers[2:], nodes, estimate)
 
 
-def test_the_readmes_command_prints_the_estimate(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (checkout / "configs").symlink_to(ROOT / "configs")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_recipe_would_run_is_planned(recipe: str, readable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    says = stated(recipe)
+    plan = ["plan", "--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--ranks", str(says.trainers)]
+    assert main(plan) == 0
+    output = capsys.readouterr().out
+    experts = says.layout.pop("EP", None)
+    assert f"layout: {says.trainers} ranks = " in output
+    assert all(f"{axis}{size}" in output for axis, size in says.layout.items())
+    assert experts is None or f"experts divided among {experts} ranks" in output
+    assert f"rollouts: {says.servers} servers (registered) x TP{says.server_ranks}" in output
+    datasets = "6 to train on, 4 of gsm8k_test" if "gsm8k" in recipe else "7 to train on, 3 of aime24, 5 of math500"
+    assert output.endswith(f"prompts: {datasets}\n")
+
+    # What cannot run is said after what would.
+    (dataset,) = load(recipe)[0].evaluation.datasets.keys() & {"gsm8k_test", "math500"}
+    path = load(recipe)[0].evaluation.datasets[dataset].path
+    (path / "test.parquet" if path.is_dir() else path).write_text("{")
+    assert main(plan) == 1
+    said = capsys.readouterr()
+    assert f"layout: {says.trainers} ranks = " in said.out and said.err.startswith("error: ") and str(path) in said.err
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_by_the_plan(
+    readable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (readable / "models" / "Qwen3-8B" / "tokenizer.json").write_text("{}")
+    plan = ["plan", "--config", str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml"), "--ranks", "4"]
+    assert main(plan) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_readmes_command_prints_the_estimate(readable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (readable / "configs").symlink_to(ROOT / "configs")
     (command,) = re.findall(r"^python -m megatron_a3po (plan .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
 
     assert main(command.split()) == 0
