@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,37 @@ def test_the_compose_file_builds_the_images_with_arguments_that_they_have(servic
     assert set(build["args"]) <= {text.split("=")[0] for text in arguments(service, "ARG")}
 
 
+def rollout_command(**variables: str) -> list[str]:
+    """Its words, as Compose makes them: the text with the given variables put in, split as a shell does."""
+    text = SERVICES["rollout"]["command"]
+    for name, value in variables.items():
+        nested = rf"\$\{{{name}:\+(\S*)\$\{{{name}\}}\}}"
+        assert re.search(nested, text)
+        text = re.sub(nested, lambda match, value=value: match[1] + value if value else "", text)
+    return shlex.split(text)
+
+
+def test_servers_may_get_another_model_than_the_run() -> None:
+    served = launcher_parser().parse_args(rollout_command(SERVED_MODEL="models/Qwen3-8B-FP8"))
+    assert served.overrides == ["rollout.key_file=server.key", "model=models/Qwen3-8B-FP8"]
+
+
+@pytest.mark.parametrize("service", IMAGES)
+def test_containers_see_data_and_not_the_checkout(service: str) -> None:
+    """`python -m` looks for packages where it runs: in a checkout it would find that one's."""
+    mounts = {volume["target"]: volume for volume in SERVICES[service]["volumes"]}
+    (folder,) = {text for text in arguments(service, "WORKDIR") if text != IN_IMAGE}
+    assert set(mounts) == {f"{folder}/{name}" for name in ("models", "data", "runs", "server.key")}
+    for target, volume in mounts.items():
+        # Docker would make what is not there, for root alone.
+        assert volume["type"] == "bind" and volume["bind"] == {"create_host_path": False}
+        assert volume["source"] == f"${{WORKSPACE:-..}}/{Path(target).name}"
+
+
 def test_the_compose_file_gives_both_commands_one_configuration() -> None:
     command = SERVICES["trainer"]["command"]
     torchrun, run = command[: command.index("-m")], command[command.index("-m") + 2 :]
-    trained, served = run_parser().parse_args(run), launcher_parser().parse_args(SERVICES["rollout"]["command"])
+    trained, served = run_parser().parse_args(run), launcher_parser().parse_args(rollout_command(SERVED_MODEL=""))
 
     assert arguments("trainer", "ENTRYPOINT") == ['["torchrun"]']
     assert arguments("rollout", "ENTRYPOINT") == [f'["python", "{IN_IMAGE}/tools/launch_rollout_servers.py"]']
