@@ -20,9 +20,9 @@ Action = Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
 """What one call does instead of the usual."""
 
 DEADLINE_SECONDS = 60.0
+"""No receiver waits longer for anything."""
 PROMPT_SECONDS = 20.0
 """Much less than the deadline, and much more than a busy machine needs for what happens at once"""
-"""No receiver waits longer for anything."""
 
 
 class ScriptedServer:
