@@ -13,7 +13,7 @@ from megatron_a3po.data.prompts import Prompt, PromptSet
 from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.data.rows import make_schema
 from megatron_a3po.data.tasks import load_task
-from megatron_a3po.errors import DataError
+from megatron_a3po.errors import ConfigError, DataError
 from megatron_a3po.runtime.logging import logger
 
 
@@ -29,16 +29,25 @@ def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
     return prompts
 
 
+def load_tokenizer(model: Path) -> Any:
+    """Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # of transformers, tokenizers, json and more
+        problem = f"{model}: its tokenizer cannot be read ({type(error).__name__}: {error})"
+        raise ConfigError(f"{problem}; copy or download its files again") from error
+
+
 def try_datasets(config: RunConfig) -> Iterator[str]:
-    """Read them as a run will, and say what is there. Raises DataError.
+    """Read them and the tokenizer as a run will, and say what is there. Raises ConfigError, DataError.
 
     The list of bad rows, if there are any, stays for whoever repairs them.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(tempfile.mkdtemp(prefix="a3po_datasets_"))
     try:
-        prompts = load_prompts(config, AutoTokenizer.from_pretrained(config.model), folder)
+        prompts = load_prompts(config, load_tokenizer(config.model), folder)
     finally:
         if not (bad_rows := folder / QUARANTINE).exists():
             shutil.rmtree(folder)

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from transformers import AutoTokenizer
-
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.data.buffer import StalenessBuffer
@@ -27,7 +25,7 @@ from megatron_a3po.rollout.discovery import find_servers
 from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.prompt_loading import load_prompts
+from megatron_a3po.rollout.prompt_loading import load_prompts, load_tokenizer
 from megatron_a3po.rollout.registration import read_registrations, servers_folder
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.pool import RewardPool
@@ -45,7 +43,7 @@ class RankZeroRollouts:
     def __init__(self, config: RunConfig, *, data_folder: Path | None = None) -> None:
         """`data_folder`: gets what is left of reading the datasets; None: the run's."""
         self._config = config
-        self._tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self._tokenizer = load_tokenizer(config.model)
         self._prompts = load_prompts(config, self._tokenizer, data_folder or config.run_dir)
         self.ledger = Ledger()
         self._stack = ExitStack()

@@ -282,8 +282,8 @@ def test_a_tokenizer_that_cannot_be_read_is_told_by_the_plan(
 ) -> None:
     (readable / "models" / "Qwen3-8B" / "tokenizer.json").write_text("{}")
     plan = ["plan", "--config", str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml"), "--ranks", "4"]
-    assert main(plan) == 1
-    assert capsys.readouterr().err.startswith("error: ")
+    assert main(plan) == 2
+    assert capsys.readouterr().err.startswith("error: models/Qwen3-8B: its tokenizer cannot be read (")
 
 
 def test_the_readmes_command_prints_the_estimate(readable: Path, capsys: pytest.CaptureFixture[str]) -> None:
