@@ -72,6 +72,8 @@ class PromptEncoder:
         self._system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._instruction = f"\n\n{instruction}" if instruction else ""
+        # A template writes the special tokens itself.
+        self._prefix = [] if self._uses_template else _special_prefix(tokenizer)
 
     def encode(self, question: Question) -> tuple[int, ...]:
         """Raises ValueError for a conversation that cannot be written as text."""
@@ -85,11 +87,13 @@ class PromptEncoder:
         return [by_index[i] if i in by_index else list(question.prompt) for i, question in enumerate(questions)]  # type: ignore[arg-type]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]]
         if callable(self._tokenizer) and len(texts) > 1:
-            # The template has written the special tokens already.
-            encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-            return encoded
-        return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        else:
+            encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prefix = self._prefix  # which a text may have already
+        return [token_ids if token_ids[: len(prefix)] == prefix else prefix + token_ids for token_ids in encoded]
 
     def _text(self, prompt: Any) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -112,6 +116,13 @@ class PromptEncoder:
         except TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
         return text
+
+
+def _special_prefix(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before a text (Llama 3's begin of text), without what it may put behind it."""
+    plain, special = (tokenizer.encode("a", add_special_tokens=adds) for adds in (False, True))
+    starts = range(len(special) - len(plain) + 1)
+    return next((special[:start] for start in starts if special[start : start + len(plain)] == plain), [])
 
 
 def _is_ids(prompt: Any) -> bool:

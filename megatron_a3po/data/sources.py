@@ -1,6 +1,7 @@
 """Rows of JSONL files, Parquet files and folders of Hugging Face `datasets`, one after the other in bounded memory."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 1024
 MAX_LINE_BYTES = 16 * 1024 * 1024
 _DICT_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
+_SHARD = re.compile(r"(.+?)-\d+-of-\d+")
+_SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +64,44 @@ def _open_folder(path: Path, split: str | None) -> Source:
         return _saved_to_disk(path, split)
     for suffix, open_files in ((".parquet", _parquet), (".jsonl", _jsonl)):
         files = sorted(path.rglob(f"*{suffix}"))
-        # As on the Hugging Face hub: train-00000-of-00002.parquet, or a folder for each split.
-        chosen = [
-            file for file in files if split is None or split in (file.parent.name, file.name.split("-")[0], file.stem)
-        ]
-        if chosen:
+        chosen = [file for file in files if split is None or split in _names(file.relative_to(path))]
+        if chosen := chosen or (files if split == path.name else []):
+            _check_one_split(chosen, path, split)
             return open_files(chosen)
         if files:
             names = ", ".join(str(file.relative_to(path)) for file in files[:5])
             raise DataError(f"data.split = {split}: none of {names} in {path} is of this split; name another")
     raise DataError(f"data.path = {path}: no *.parquet, no *.jsonl and no dataset of save_to_disk in this folder")
+
+
+def _names(file: Path) -> tuple[str, ...]:
+    """As on the Hugging Face hub: train-00000-of-00002.parquet, or a folder for each split."""
+    return file.stem, file.name.split("-")[0], file.parent.name
+
+
+def _check_one_split(files: list[Path], path: Path, split: str | None) -> None:
+    """Raises DataError for files of several splits or, where none was named, of several configurations."""
+    of_file = {file: _split_of(file.relative_to(path)) for file in files}
+    if not any(of_file.values()):
+        return  # parts of one dataset, which are called anything
+    found: dict[tuple[str, str], str] = {}
+    for file, name in of_file.items():
+        parts = file.relative_to(path).parent.parts
+        configuration = "" if split else "".join(f"{part}/" for part in parts if part not in (name, "data"))
+        found[configuration, name] = configuration + (name if name and name in _names(file) else file.stem)
+    if len(found) > 1:
+        raise DataError(
+            f"data.split = {split}: {path} has the splits {', '.join(sorted(found.values()))}; name one in data.split, "
+            "or the folder or file that is meant in data.path"
+        )
+
+
+def _split_of(file: Path) -> str:
+    """Empty where the name of the file says nothing of it."""
+    if match := _SHARD.fullmatch(file.stem):
+        return match[1]
+    words = (*re.split("[^a-z]+", file.stem.lower()), file.parent.name)
+    return next((word for word in words if word in _SPLITS), "")
 
 
 def _jsonl(files: list[Path]) -> Source:

@@ -7,7 +7,7 @@ from itertools import batched
 from typing import Protocol
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards.failures import too_many
+from megatron_a3po.rollout.rewards.failures import WINDOW, too_many
 from megatron_a3po.rollout.rewards.samples import RewardFailure, Sample, Score
 from megatron_a3po.rollout.rewards.shaping import Shaping
 from megatron_a3po.rollout.sampler import Responses
@@ -53,7 +53,8 @@ class Rewarder:
     async def score_each(self, responses: Sequence[Responses]) -> list[Responses]:
         """Responses of an evaluation, with rewards as the scorer gives them; prompts that it fails for are left out.
 
-        Raises RewardError when these are more than `max_failed_share`.
+        Raises RewardError when these are more than `max_failed_share`, or all. As in training, fewer than 100 prompts
+        may miss as many as 100 may.
         """
         chunks = batched([_samples(item) for item in responses], _CHUNK)
         outcomes = [outcome for chunk in await asyncio.gather(*map(self._pool.score, chunks)) for outcome in chunk]
@@ -70,9 +71,12 @@ class Rewarder:
             scored.append(replace(item, trajectories=tuple(rewarded)))
         if failed:
             message = too_many(failed, f"{len(responses)} prompts of an evaluation", self._max_failed_share)
-            if len(failed) > self._max_failed_share * len(responses) or not scored:
+            if len(failed) > self._max_failed_share * max(WINDOW, len(responses)) or not scored:
                 raise RewardError(message)
-            logger.warning("%d prompts of an evaluation got no reward; the last one: %s", len(failed), failed[-1])
+            logger.warning(
+                "%d of %d prompts of an evaluation got no reward; the last one: %s",
+                *(len(failed), len(responses), failed[-1].message),
+            )
         return scored
 
 

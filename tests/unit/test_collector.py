@@ -279,6 +279,17 @@ async def test_training_rewards_are_shaped_and_those_of_an_evaluation_are_not(ro
     assert [trajectory.reward for item in evaluated for trajectory in item.trajectories] == [1.0]
 
 
+async def test_a_small_evaluation_may_miss_as_many_rewards_as_a_hundred_prompts_may(rollouts: Rollouts) -> None:
+    rollouts.publish(0)
+    responses = await rollouts.sampler.sample_each([prompt(index) for index in range(30)], EVALUATION)
+    rollouts.scores.wrong = {"task/0/3": fails(), "task/0/7": fails()}
+
+    assert len(await rollouts.rewarder.score_each(responses)) == 28
+    failed = [item for item in responses if item.prompt.prompt_id in rollouts.scores.wrong]
+    with pytest.raises(RewardError, match="2 of 2 prompts of an evaluation"):
+        await rollouts.rewarder.score_each(failed)
+
+
 async def test_an_evaluation_leaves_out_what_has_no_reward_and_fails_where_that_is_too_much(rollouts: Rollouts) -> None:
     rollouts.publish(0)
     responses = await rollouts.sampler.sample_each([prompt(index) for index in range(100)], EVALUATION)

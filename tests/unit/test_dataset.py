@@ -27,7 +27,7 @@ class ByteTokenizer:
     """Token ids are the bytes of the text, so a test can read the prompt back."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [*([0] if add_special_tokens else []), *text.encode()]
+        return list(text.encode())
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:
@@ -320,6 +320,58 @@ def test_what_is_no_dataset_is_an_error_that_says_what_is_there(
     write(tmp_path / "data")
     with pytest.raises(DataError, match=message):
         load(tmp_path / "data", split=split)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "splits"),
+    [
+        (["train.jsonl", "test.jsonl"], None, "test, train"),
+        (["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"], None, "test, train"),
+        (["train/0000.jsonl", "test/0000.jsonl"], None, "test, train"),
+        (["sums_train.jsonl", "sums_test.jsonl"], None, "sums_test, sums_train"),
+        (["train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"], None, "train_gen, train_sft"),
+        (["train.jsonl", "extra.jsonl"], None, "extra, train"),
+        (
+            ["main/train-00000-of-00001.jsonl", "socratic/train-00000-of-00001.jsonl"],
+            None,
+            "main/train, socratic/train",
+        ),
+        (["main/train/0000.jsonl", "socratic/train/0000.jsonl"], None, "main/train, socratic/train"),
+        (["main/train-00000-of-00001.jsonl", "main/test-00000-of-00001.jsonl"], "main", "test, train"),
+    ],
+)
+def test_splits_are_not_mixed(
+    load: Callable[..., PromptSet], tmp_path: Path, names: list[str], split: str | None, splits: str
+) -> None:
+    write_folder(tmp_path / "data", names)
+    with pytest.raises(DataError, match=rf"data.split = {split}: \S+ has the splits {splits}; name one"):
+        load(tmp_path / "data", split=split, num_held_out=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "num_files"),
+    [
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"], None, 2),
+        (["train/0000.jsonl", "train/0001.jsonl"], None, 2),
+        (["train_1.jsonl", "train_2.jsonl"], None, 2),
+        (["a.jsonl", "b/c.jsonl"], None, 2),
+        (["train.jsonl", "test.jsonl"], "test", 1),
+        (["0000.jsonl", "0001.jsonl"], "test", 2),
+        (["algebra/train-00000-of-00001.jsonl", "geometry/train-00000-of-00001.jsonl"], "train", 2),
+    ],
+)
+def test_all_files_of_a_split_are_read(
+    load: Callable[..., PromptSet], tmp_path: Path, names: list[str], split: str | None, num_files: int
+) -> None:
+    write_folder(tmp_path / "test", names)  # a folder that is called as a split is
+    assert len(load(tmp_path / "test", split=split, num_held_out=0)) == 2 * num_files
+
+
+def write_folder(path: Path, names: list[str]) -> None:
+    """Two rows of its own in each file."""
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path / name, [{"prompt": f"{name} {i}", "answer": "1", "level": 0} for i in range(2)])
 
 
 def test_a_damaged_parquet_file_is_an_error(load: Callable[..., PromptSet], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class ByteTokenizer:
     """Token ids are the bytes of the text, so a test can read the question back."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [*([0] if add_special_tokens else []), *text.encode()]
+        return list(text.encode())
 
 
 def load(**changes: Any) -> PromptSet:
@@ -36,7 +36,7 @@ def questions(prompts: PromptSet, indices: range) -> list[str]:
     return [bytes(prompts.training_prompt(i).token_ids).decode() for i in indices]
 
 
-def test_the_question_is_encoded_unchanged_and_without_special_tokens() -> None:
+def test_the_question_is_encoded_unchanged() -> None:
     held_out = load().held_out
 
     assert bytes(held_out[0].token_ids).decode() == INSTRUCTION + "ovated"

@@ -83,6 +83,31 @@ def test_without_a_template_the_text_goes_as_it_is(plain: Any) -> None:
         written(plain, CONVERSATION)
 
 
+@pytest.mark.parametrize("behind", ["", " <|end|>"])
+def test_without_a_template_the_tokenizers_own_beginning_stands_before_the_text(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    """As a base Llama 3 has been trained; what ends a text, as T5's tokenizer writes it, would end the prompt."""
+    from tokenizers import Tokenizer, processors
+
+    core = Tokenizer.from_str(plain._tokenizer.to_str())
+    core.add_special_tokens(["<|begin|>", "<|end|>"])
+    specials = [(token, core.token_to_id(token)) for token in ("<|begin|>", "<|end|>")]
+    core.post_processor = processors.TemplateProcessing(single=f"<|begin|> $A{behind}", special_tokens=specials)
+    monkeypatch.setattr(plain, "_tokenizer", core)
+    prompts = [question(text) for text in ("1+1?", "<|begin|>1+1?", "a", "")] + [question([5, 6])]
+    begin = specials[0][1]
+
+    encoder = PromptEncoder(plain, instruction="I")
+    texts = [plain.decode(ids) for ids in encoder.encode_all(prompts)[:4]]
+
+    assert texts == [f"<|begin|>{text}\n\nI" for text in ("1+1?", "1+1?", "a", "")]
+    assert encoder.encode(prompts[0])[0] == begin and encoder.encode(prompts[4]) == (5, 6)
+    assert encoder.encode_all(prompts) == [list(encoder.encode(item)) for item in prompts]
+    monkeypatch.setattr(plain, "chat_template", TEMPLATE)
+    assert begin not in PromptEncoder(plain).encode(prompts[0])
+
+
 def test_token_ids_go_as_they_are(tokenizer: Any) -> None:
     encoder = PromptEncoder(tokenizer, system_prompt="S", instruction="I")
     prompts = [question([5, 6, 7]), question("ab"), question([8])]
