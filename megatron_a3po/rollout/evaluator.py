@@ -59,7 +59,10 @@ class DatasetResult:
         if k > 1:
             low, high = self.pass_at_k_interval
             text += f", pass@{k} {self.pass_at[k]:.3f} ({low:.3f} to {high:.3f})"
-        return f"{text}, {self.num_prompts} prompts, {self.truncated_share:.1%} truncated, {self.seconds:.0f} s"
+        without = f" ({self.num_without_reward} more without a reward)" if self.num_without_reward else ""
+        return (
+            f"{text}, {self.num_prompts} prompts{without}, {self.truncated_share:.1%} truncated, {self.seconds:.0f} s"
+        )
 
 
 class Evaluator:
