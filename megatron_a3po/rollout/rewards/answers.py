@@ -23,7 +23,7 @@ _PUNCTUATION = ".,:;!?*_`\"'$"
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _WORD = r"[A-Za-z]{4,}"
 _COUNTED = re.compile(
-    rf"((?:\\?\$)?[-+]?\d[\d,]*(?:\.\d+)?)\s+(?!(?:dozens?|score|gross|hundreds?|thousands?|[mb]illions?|trillions?|half"
+    rf"([-+]?\d[\d,]*(?:\.\d+)?)\s+(?!(?:dozens?|score|gross|hundreds?|thousands?|[mb]illions?|trillions?|half"
     r"|halves|thirds?|quarters?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|squared|square\Z|cubed|sqrt"
     r"|factorial|below|minus|negative|alpha|beta|gamma|delta|epsilon|theta|kappa|lambda|sigma|omega)\b)"
     rf"(?:(?:square|cubic)\s+)?{_WORD}(?:\s+per\s+{_WORD})?",
@@ -31,6 +31,7 @@ _COUNTED = re.compile(
 )
 """A number and one word for what it counts, which is no factor and no power. A shorter word may be a product of
 variables; math-verify knows short units itself."""
+_DELIMITER = re.compile(r"\\?\$|\\[()]")
 _MAX_BOXES = 5
 """Of a response with thousands of boxes that nobody closed, so many are looked at, from the end."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -114,7 +115,8 @@ def _grade(sample: Sample, is_equivalent: Callable[[str, str], bool | None]) -> 
 
 def _is_equivalent(right: str, given: str) -> bool | None:
     """None where math-verify gives up."""
-    if not any(character.isalpha() for character in right) and (counted := _COUNTED.fullmatch(given)):
+    counted = _COUNTED.fullmatch(_DELIMITER.sub("", given))
+    if counted and not any(character.isalpha() for character in right):
         given = counted[1]
     # Imported here: sympy takes about a second, and most reward functions do without it.
     from math_verify import verify
