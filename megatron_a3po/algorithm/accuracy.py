@@ -21,7 +21,7 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % confidence interval for the mean over prompts like these. `values`: one mean per prompt, at least one.
 
     Responses to one prompt are not independent, so prompts count, not responses. Values in [0, 1] get Wilson's
-    interval, which assumes the largest variance that they can have with this mean: never too narrow, and of some width
+    interval, which assumes the largest variance that they can have with this mean: rarely too narrow, and of some width
     even where all values are equal. Others get the normal one, with their own variance.
     """
     number, mean = len(values), math.fsum(values) / len(values)
