@@ -25,7 +25,8 @@ def local_statistics(
 
     hidden [tokens, hidden size] and weight [columns, hidden size] of one dtype, products accumulated in float32;
     labels [tokens] int64 in the whole vocabulary, of which this rank's columns start at `first`; columns from
-    `num_real_columns` on are padding. z is the logit over the temperature, z_y the label's, 0 where it is elsewhere.
+    `num_real_columns` on, if there are so many, are padding. z is the logit over the temperature, z_y the label's, 0
+    where it is elsewhere.
     """
     num_tokens, hidden_size = hidden.shape
     num_columns = weight.shape[0]
@@ -42,7 +43,7 @@ def local_statistics(
         statistics,
         num_tokens,
         num_columns,
-        max(num_real_columns, 0),
+        min(max(num_real_columns, 0), num_columns),
         hidden_size,
         first,
         1.0 / temperature,
@@ -59,22 +60,39 @@ def check_kernel(device: torch.device) -> None:
 
     A kernel that is wrong on some GPU or with some compiler trains on wrong log-probs without a sign.
     """
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(100, 192, generator=generator), torch.randn(700, 192, generator=generator)
-    labels = torch.randint(0, 650, (100,), generator=generator)
-    inputs = (tensor.to(device) for tensor in (hidden, weight, labels))
-    slices = local_statistics(*inputs, first=0, num_real_columns=650, temperature=1.0).double().cpu()
-    z = (hidden.double() @ weight.double().T)[:, :650]
-    ours = torch.logsumexp(slices[:, 0] + slices[:, 1].log(), 0)
-    difference = max(
-        (ours - z.logsumexp(1)).abs().max().item(),
-        (slices[:, 3].sum(0) - z.gather(1, labels[:, None])[:, 0]).abs().max().item(),
-    )
+    # One rank with padding, and the first and the last of two, the last with padding.
+    cases = [(0, 650), (0, 1350), (700, 650)]
+    # Triton's interpreter, on a CPU, cannot multiply bf16.
+    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    difference = max(_difference(device, dtype, *case) for dtype in dtypes for case in cases)
     if not difference <= 1e-3:
         raise TrainingError(
             f"the Triton kernel of the fused output layer is off by {difference:.1e} on {device}; set "
             "actor.output_layer: logits"
         )
+
+
+def _difference(device: torch.device, dtype: torch.dtype, first: int, num_real_columns: int) -> float:
+    """Of the log of the normaliser, the mean logit below the maximum, and the label's, over 100 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(100, 192, generator=generator).to(dtype)
+    weight = torch.randn(700, 192, generator=generator).to(dtype)
+    labels = torch.randint(0, first + num_real_columns, (100,), generator=generator)
+    inputs = (tensor.to(device) for tensor in (hidden, weight, labels))
+    slices = local_statistics(*inputs, first=first, num_real_columns=num_real_columns, temperature=1.0).double().cpu()
+    maximum = slices[:, 0].amax(0)
+    lower = slices[:, 0] - maximum
+    normaliser = (lower.exp() * slices[:, 1]).sum(0)
+    weighted = (lower.exp() * (slices[:, 2] + lower * slices[:, 1])).sum(0)
+    ours = torch.stack([maximum + normaliser.log(), weighted / normaliser, slices[:, 3].sum(0)])
+
+    z = (hidden.double() @ weight.double().T)[:, :num_real_columns]
+    below = z - z.amax(1, keepdim=True)
+    column = labels - first
+    is_here = (column >= 0) & (column < z.shape[1])
+    label_logit = torch.where(is_here, z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0], 0.0)
+    expected = torch.stack([z.logsumexp(1), (z.softmax(1) * below).sum(1), label_logit])
+    return (ours - expected).abs().max().item()
 
 
 @triton.jit
@@ -115,9 +133,11 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(hidden + token_offsets + features[None], mask=is_token[:, None] & is_feature[None], other=0.0)
             w = tl.load(weight + column_offsets + features[None], mask=is_column[:, None] & is_feature[None], other=0.0)
             z = tl.dot(x, tl.trans(w), z, input_precision="ieee")
-        z = tl.where((columns < num_real_columns)[None], z * inverse_temperature, _EXCLUDED)
+        is_real = (columns < num_real_columns)[None]
+        z = tl.where(is_real, z * inverse_temperature, _EXCLUDED)
 
-        label_logit += tl.sum(tl.where(columns[None] == label_columns[:, None], z, 0.0), 1)
+        # The last block reaches into the next rank's columns, whose labels are not here.
+        label_logit += tl.sum(tl.where(is_real & (columns[None] == label_columns[:, None]), z, 0.0), 1)
         new_maximum = tl.maximum(maximum, tl.max(z, 1))
         shift = maximum - new_maximum
         scale = tl.exp(shift)

@@ -4,14 +4,23 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.parametrize(
     ("tokens", "columns", "hidden_size", "real", "first", "temperature"),
-    [(70, 300, 40, 259, 0, 0.7), (5, 130, 64, 130, 130, 1.0), (3, 260, 16, 1, 520, 2.0)],
+    [
+        (70, 300, 40, 259, 0, 0.7),
+        (5, 130, 64, 130, 130, 1.0),
+        (3, 260, 16, 1, 520, 2.0),
+        (40, 192, 40, 384, 0, 1.0),  # of two ranks the first, whose last block reaches into the columns of the second
+    ],
 )
 def test_slices_of_the_vocabulary_merge_to_the_softmax(
     tokens: int, columns: int, hidden_size: int, real: int, first: int, temperature: float
@@ -45,6 +54,7 @@ def _compare(
         hidden, weight, labels, first=first, num_real_columns=real, temperature=temperature
     ).double()
 
+    real = min(real, columns)
     z = (hidden.double() @ weight.double().T)[:, :real] / temperature
     column = labels - first
     mine = (column >= 0) & (column < real)
@@ -62,6 +72,36 @@ def _compare(
 
 def _relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs() / (1.0 + expected.abs())).max().item()
+
+
+def test_the_check_at_the_start_passes_with_a_right_kernel_and_finds_a_wrong_one() -> None:
+    program = """
+        import torch
+        from megatron_a3po.errors import TrainingError
+        from megatron_a3po.parallel import triton_logprobs
+        triton_logprobs.check_kernel(torch.device("cpu"))
+        right = triton_logprobs.local_statistics
+        for row in range(4):
+            def wrong(*tensors, **options):
+                statistics = right(*tensors, **options)
+                statistics[:, row] += 0.02
+                return statistics
+            triton_logprobs.local_statistics = wrong
+            try:
+                triton_logprobs.check_kernel(torch.device("cpu"))
+            except TrainingError as error:
+                assert "actor.output_layer: logits" in str(error)
+            else:
+                raise AssertionError(f"row {row} may be wrong")
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert process.returncode == 0, process.stderr
 
 
 if __name__ == "__main__":
