@@ -27,7 +27,7 @@ SUMS = (
     "target_over_behaviour_squared",
     "fresh_logprob_difference",
 )
-MAXIMA = ("staleness_max", "importance_weight_max", "ratio_max", "fresh_logprob_difference_max")
+MAXIMA = ("loss_staleness_max", "importance_weight_max", "ratio_max", "fresh_logprob_difference_max")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ def summarize(sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float
         "nonfinite_tokens": total["nonfinite_tokens"],
         "clamped_tokens": total["clamped_tokens"],
         "fresh_tokens": total["fresh_tokens"],
-        "staleness_mean": total["staleness"] / used,
+        "loss_staleness_mean": total["staleness"] / used,
         "importance_weight_mean": total["importance_weight"] / used,
         "capped_share": total["capped_tokens"] / used,
         "ratio_mean": total["ratio"] / used,

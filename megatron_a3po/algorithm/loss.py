@@ -13,7 +13,8 @@ from megatron_a3po.types import LossOutput
 
 Level = Literal["token", "sequence"]
 MAX_LOG_RATIO = 20.0
-"""Beyond e^20 between target and behaviour, log-ratios are cut before exp, so that float32 stays finite."""
+"""Beyond e^20 between target and behaviour, both ratios are those of where the line between them reaches it, so that
+their product and float32 stay finite."""
 
 
 def a3po_loss(
@@ -91,7 +92,8 @@ def decoupled_ppo_loss(
     b = torch.where(used, behaviour_logprobs, 0.0)
     p = torch.where(used, proximal.detach(), 0.0)
     advantage = torch.where(used, advantages, 0.0)
-    log_w, log_r = p - b, theta - p
+    shrink = (MAX_LOG_RATIO / (theta.detach() - b).abs()).clamp(max=1.0)
+    log_w, log_r = (p - b) * shrink, _with_value(theta - p, (theta.detach() - p) * shrink)
     sequence_mean = partial(_sequence_mean, used=used, sequence_ids=sequence_ids, sum_over_ranks=sum_over_ranks)
     if ratio_level == "sequence":
         log_w, log_r = sequence_mean(log_w), sequence_mean(log_r)
@@ -149,6 +151,10 @@ def _sequence_mean(
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp with the argument cut to +-MAX_LOG_RATIO; the gradient passes through the cut, as through a value."""
-    cut = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (log_ratio - log_ratio.detach() + cut).exp()
+    """exp with the argument cut to +-MAX_LOG_RATIO; the gradient passes as if it were not."""
+    return _with_value(log_ratio, log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
+
+
+def _with_value(tensor: Tensor, value: Tensor) -> Tensor:
+    """`value`, with the gradient of `tensor`."""
+    return tensor - tensor.detach() + value

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_a3po.algorithm.diagnostics import SUMS
-from megatron_a3po.algorithm.loss import a3po_loss, decoupled_ppo_loss
+from megatron_a3po.algorithm.loss import MAX_LOG_RATIO, a3po_loss, decoupled_ppo_loss
 from megatron_a3po.algorithm.proximal import behaviour_weight, proximal_logprobs
 from megatron_a3po.types import LossOutput
 
@@ -269,8 +269,12 @@ def test_policies_further_apart_than_e_to_the_20_stay_finite_and_are_counted(log
     output = a3po_loss(theta, -ones, torch.tensor([d, 0]), -ones, mask, **CLIP)
     output.loss_sum.backward()
 
-    assert bool(output.loss_sum.isfinite()) and bool(gradient(theta).isfinite().all())
-    assert bool(output.sums.isfinite().all()) and bool(output.maxima.isfinite().all())
+    # Of w * r with A = -1: e^20 or e^-20 for any d, but nothing where the ratio is below the band.
+    expected = math.exp(math.copysign(MAX_LOG_RATIO, log_rho)) if log_rho > 0 or d == 0 else 0.0
+    assert gradient(theta)[0].item() == pytest.approx(expected, rel=1e-5)
+    assert (
+        bool(output.loss_sum.isfinite()) and bool(output.sums.isfinite().all()) and bool(output.maxima.isfinite().all())
+    )
     assert count(output, "clamped_tokens") == 1 and count(output, "nonfinite_tokens") == 0
 
 
