@@ -1,6 +1,6 @@
 """The weights that a run starts from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,16 @@ def load_start_weights(
         load_megatron_weights(chunks, groups, model / MEGATRON_WEIGHTS)
     else:
         bridge.load_hf_weights(list(chunks))
+    forget_initial_values(parameter for chunk in chunks for parameter in chunk.parameters())
+
+
+def forget_initial_values(parameters: Iterable[Any]) -> None:
+    """Transformer Engine keeps of FP8 weights what they were made from, and Megatron makes the optimizer's masters of
+    that: here memory that nobody has written, since weights are loaded later."""
+    for parameter in parameters:
+        if hasattr(parameter, "get_high_precision_init_val"):
+            parameter.clear_high_precision_init_val()
+            del parameter.get_high_precision_init_val
 
 
 def _refuse_other_vocabulary(model: Path) -> None:

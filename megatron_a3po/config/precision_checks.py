@@ -51,6 +51,14 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
             "set `fp8.parameters: false`, or `algorithm.kl_coefficient: 0`",
             ("algorithm.kl_coefficient",),
         )
+    if fp8.parameters and config.optimizer.offload:
+        yield Mistake(
+            "fp8.parameters",
+            True,
+            "with `optimizer.offload: true`, Megatron's optimizer on the host has no parameters to update",
+            "set `fp8.parameters: false`, or `optimizer.offload: false`",
+            ("optimizer.offload",),
+        )
     for key in ("bf16_layers_at_start", "bf16_layers_at_end"):
         if fp8.recipe == "delayed" and getattr(fp8, key) > 0:
             yield Mistake(

@@ -141,7 +141,7 @@ class Fp8Config(Section):
     recipe: Literal["blockwise", "delayed", "tensorwise", "mxfp8"] = "blockwise"
     """How values are scaled. blockwise: Hopper. mxfp8: Blackwell. delayed, tensorwise: both."""
     parameters: bool = False
-    """Keep the layers' weights in FP8 as well; the optimizer's masters stay in float32."""
+    """Keep the layers' weights in FP8 as well; the optimizer's masters are float32, and start from the FP8 values."""
     bf16_layers_at_start: Annotated[int, Field(ge=0)] = 0
     """First layers of the model that compute in bf16."""
     bf16_layers_at_end: Annotated[int, Field(ge=0)] = 0
@@ -222,7 +222,8 @@ class RunConfig(Section):
     for one optimizer step per batch. behaviour: PPO that ignores staleness. linear: A-3PO in probabilities."""
     device: Literal["cuda", "cpu"] = "cuda"
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
-    """bf16: weights in bf16, masters and gradients in float32. fp8: the same with matrix products in FP8."""
+    """bf16: weights in bf16, masters and gradients in float32. fp8: the same with matrix products in FP8. fp32: all in
+    float32, which Transformer Engine multiplies as TF32 on a GPU."""
     seed: Seed = 0
     """Order of the training prompts. Sampling is the servers' own and differs from run to run."""
     data: DataConfig
