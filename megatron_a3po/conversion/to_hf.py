@@ -9,7 +9,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
+from megatron_a3po.config.families import architecture_name
+from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights, read_model_config
 from megatron_a3po.conversion.parts import describe_model, split_parts
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import TorchDistReader
@@ -68,10 +69,13 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
     """Collective over the processes, each of which writes its share of the files.
 
     Each holds one part of the model at a time. `fp8`: linear weights in FP8 with a scale per block. Raises
-    CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used.
+    CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used and
+    models that the FP8 format cannot hold.
     """
-    manifest = check(source.weights, processes.rank, processes.world_size)
     skeleton = describe_model(source.model)
+    if fp8:
+        _refuse_stacked_experts(skeleton, source.model)
+    manifest = check(source.weights, processes.rank, processes.world_size)
     weights = MegatronWeights(skeleton, TorchDistReader(source.weights), fp8=fp8)
     specs = {part: weights.specs(part) for part in skeleton.parts}
     sizes = {part: sum(spec.nbytes for spec in found) for part, found in specs.items()}
@@ -80,7 +84,9 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
         Shard(file_name=shard_name(number, len(files)), tensors=tuple(spec for part in parts for spec in specs[part]))
         for number, parts in enumerate(files, 1)
     )
-    output = HfOutput(target=target, source=source.model, quantization_config=quantization_config() if fp8 else None)
+    kept = _unquantised_modules([spec for found in specs.values() for spec in found])
+    settings = quantization_config(kept) if fp8 else None
+    output = HfOutput(target=target, source=source.model, quantization_config=settings)
     origin = "".join(record.sha256 for record in manifest.files.values())
     processes.on_rank_zero(lambda: claim_target(target))
     done = processes.on_rank_zero(lambda: sorted(output.begin(shards, origin=origin)))
@@ -92,6 +98,25 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
                     writer.append(name, tensor)
                     advance(tensor.nbytes)
     processes.on_rank_zero(lambda: output.finish(shards))
+
+
+def _refuse_stacked_experts(skeleton: Skeleton, model: Path) -> None:
+    """Servers would take them for FP8, as which the format cannot store them. Raises ConfigError."""
+    shapes = {name: shape for part in skeleton.parts for name, shape in skeleton.hf_shapes(part).items()}
+    stacked = [name for name, shape in shapes.items() if len(shape) > 2]
+    if stacked:
+        name = architecture_name(read_model_config(model))
+        raise ConfigError(
+            f"{model}: {name} cannot be written in FP8: it stores the experts of a layer as one tensor (such as "
+            f"{stacked[0]}), for which the format has no scales; convert without --fp8"
+        )
+
+
+def _unquantised_modules(written: Sequence[TensorSpec]) -> list[str]:
+    """The linear modules that are not in FP8; the output layer also where it is the embedding and has no tensor."""
+    names = [spec.name for spec in written if len(spec.shape) == 2 and spec.dtype != FP8]
+    linear = [name.removesuffix(".weight") for name in names if name.endswith(".weight") and "embed_tokens" not in name]
+    return list(dict.fromkeys([*linear, "lm_head"]))
 
 
 class MegatronWeights:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
     folder = HfFolder.open(source)
     skeleton = describe_model(source)
     refuse_other_tensors(skeleton, folder)
-    sizes = {part: sum(map(folder.nbytes, stored_names(part, folder))) for part in skeleton.parts}
+    sizes = {part: _written_bytes(part, folder) for part in skeleton.parts}
     files = split_parts(skeleton.parts, sizes, _FILE_BYTES)
     work = [str(source.resolve()), _identity(folder), [[part.hf_names for part in file] for file in files]]
     needed_bytes = sum(size + _SPARE_BYTES * len(part.parameters) for part, size in sizes.items())
@@ -92,7 +93,13 @@ def _pieces(
             raise CheckpointError(f"{folder.path}: {', '.join(part.hf_names)} cannot be converted ({error})") from error
         for parameter in part.parameters:
             yield from skeleton.sharded(parameter, values.pop(parameter.name))
-        advance(sum(map(folder.nbytes, stored_names(part, folder))))
+        advance(_written_bytes(part, folder))
+
+
+def _written_bytes(part: Part, folder: HfFolder) -> int:
+    """Of the part's values; what is stored in MXFP4 is written in bfloat16."""
+    items = [folder.dtype(name).itemsize if name in folder else torch.bfloat16.itemsize for name in part.hf_names]
+    return part.numel * max(items)
 
 
 def _noted_pieces(output: UnfinishedFolder, number: int) -> list[Piece]:

@@ -1,7 +1,9 @@
 """Hugging Face folders and Megatron's weights, from one to the other and back, on one process."""
 
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from megatron_a3po import cpu
 from megatron_a3po.errors import A3poError, CheckpointError, ConfigError
 from megatron_a3po.hf.quantize import dequantize_blockwise, quantize_blockwise
+from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.weights.served import fp8_rule
 from tests.distributed.conversion_cases import differing_tensors
 from tests.tiny_models import FAMILIES, save_tiny_model
 
@@ -115,6 +121,74 @@ def test_a_folder_of_blockwise_fp8_weights_is_converted_as_the_weights_it_stands
         if f"{name}_scale_inv" in quantised:
             expected = dequantize_blockwise(*quantize_blockwise(expected), torch.bfloat16)
         assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_oss"])
+def test_config_json_names_the_linear_modules_that_are_not_in_fp8(
+    family: str, models: Callable[[str], Path], processes: Processes, tmp_path: Path
+) -> None:
+    """Those that Transformers then takes for FP8 are those that are, and so are those that are published to servers."""
+    convert_to_megatron(models(family), tmp_path / "megatron", processes)
+    convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "fp8", processes, fp8=True)
+
+    written = load_file(tmp_path / "fp8" / "model.safetensors")
+    kept = _config(tmp_path / "fp8")["quantization_config"]["modules_to_not_convert"]
+    matrices = {name for name, tensor in written.items() if tensor.ndim == 2 and name.endswith(".weight")}
+    modules = {name.removesuffix(".weight") for name in matrices} - {"model.embed_tokens"}
+    in_fp8 = {name for name in modules if written[f"{name}.weight"].dtype == torch.float8_e4m3fn}
+    assert set(kept) == (modules - in_fp8) | {"lm_head"}
+    assert {name for name in modules if should_convert_module(name, kept)} == in_fp8
+    is_fp8 = fp8_rule(_config(tmp_path / "fp8")["quantization_config"])
+    specs = {name: TensorSpec(name=f"{name}.weight", dtype=torch.bfloat16, shape=(1, 1)) for name in modules}
+    assert {name for name, spec in specs.items() if is_fp8(spec)} == in_fp8
+
+
+def test_stacked_experts_are_not_written_in_fp8(
+    models: Callable[[str], Path], processes: Processes, tmp_path: Path
+) -> None:
+    convert_to_megatron(models("gpt_oss"), tmp_path / "megatron", processes)
+    with pytest.raises(ConfigError, match=r"GptOssForCausalLM cannot be written in FP8.*convert without --fp8"):
+        convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "fp8", processes, fp8=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+
+
+@pytest.mark.parametrize("intermediate_size", [64, 96])
+def test_experts_in_mxfp4_become_the_bfloat16_values_that_they_stand_for(
+    intermediate_size: int, models: Callable[[str], Path], processes: Processes, tmp_path: Path
+) -> None:
+    """Also where an expert is square, and its shape does not tell which way its axes lie."""
+    expected = _save_in_mxfp4(models("gpt_oss"), tmp_path / "hf", intermediate_size)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).state_dict()
+    convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", processes)
+    convert_to_hf(find_source(tmp_path / "megatron", None), tmp_path / "back", processes, fp8=False)
+
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == expected.keys() == theirs.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor.view(torch.int16), expected[name].view(torch.int16)), name
+        assert torch.equal(tensor.view(torch.int16), theirs[name].view(torch.int16)), name
+    assert verify._compare_tensors(tmp_path / "hf", tmp_path / "megatron" / "weights", processes, fp8=False) > 0
+
+
+def test_sizes_are_of_what_is_written_not_of_what_is_packed(
+    models: Callable[[str], Path], processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_megatron, "_FILE_BYTES", 200_000)
+    monkeypatch.setattr(to_megatron, "_SPARE_BYTES", 0)
+    expected = _save_in_mxfp4(models("gpt_oss"), tmp_path / "hf", 64)
+    num_bytes = sum(tensor.nbytes for tensor in expected.values())
+    with monkeypatch.context() as patched:
+        patched.setattr(unfinished.shutil, "disk_usage", lambda _: SimpleNamespace(free=num_bytes // 4))
+        with pytest.raises(CheckpointError) as raised:
+            convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", processes)
+    needed = re.search(r"needs ([0-9,]+) bytes", str(raised.value))
+    assert needed is not None
+    assert num_bytes - 100 <= int(needed[1].replace(",", "")) <= num_bytes  # a note of what is converted is there
+
+    convert_to_megatron(tmp_path / "hf", tmp_path / "megatron", processes)
+    sizes = [file.stat().st_size for file in (tmp_path / "megatron" / "weights").glob("__[0-9]*.distcp")]
+    assert sum(sizes) >= num_bytes and max(sizes) <= 300_000  # each expert has a header of over a kilobyte
 
 
 @pytest.mark.parametrize("change_source", [False, True])
@@ -334,6 +408,39 @@ def test_verification_finds_a_tensor_that_differs_in_one_bit(model: Path, proces
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"1 tensors, such as model\.layers\.3\.mlp\.down_proj\.weight"):
         verify._compare_tensors(model, tmp_path / "megatron" / "weights", processes, fp8=False)
+
+
+def _save_in_mxfp4(gpt_oss: Path, folder: Path, intermediate_size: int) -> dict[str, torch.Tensor]:
+    """Random experts as openai/gpt-oss-20b stores its own. Returns the bfloat16 tensors of Hugging Face's model."""
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(gpt_oss / "model.safetensors").items()}
+    stored = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    expected = dict(stored)
+    generator = torch.Generator().manual_seed(0)
+    for layer, (name, rows, cols) in itertools.product(
+        range(4), [("gate_up_proj", 2 * intermediate_size, 64), ("down_proj", 64, intermediate_size)]
+    ):
+        key = f"model.layers.{layer}.mlp.experts.{name}"
+        stored[f"{key}_bias"] = expected[f"{key}_bias"] = torch.randn(8, rows, generator=generator).bfloat16()
+        codes = torch.randint(16, (8, rows, cols), generator=generator)
+        scales = torch.randint(110, 130, (8, rows, cols // 32), generator=generator)
+        stored[f"{key}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8).unflatten(-1, (-1, 16))
+        stored[f"{key}_scales"] = scales.to(torch.uint8)
+        values = _e2m1(codes) * (scales - 127.0).exp2().repeat_interleave(32, -1)
+        expected[key] = values.bfloat16().transpose(1, 2).contiguous()
+    folder.mkdir()
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    fields = {"intermediate_size": intermediate_size, "dtype": "bfloat16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(_config(gpt_oss) | fields))
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return expected
+
+
+def _e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of OCP's Microscaling Formats 1.0, section 5.3.3: sign, two bits of exponent (bias 1), one of
+    mantissa; float64."""
+    sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, (codes & 1).double()
+    magnitude = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * (exponent - 1.0).double().exp2())
+    return torch.where(sign == 1, -magnitude, magnitude)
 
 
 def _config(folder: Path) -> dict[str, Any]:
