@@ -17,11 +17,20 @@ from megatron_a3po.errors import CheckpointError
 def write_durably(path: Path, text: str) -> None:
     """Replace the file in one step: a reader, and the run after a crash, finds the old text or the new one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    _write(unfinished, text)
     os.replace(unfinished, path)
+    sync_folder(path.parent)
+
+
+def create_durably(path: Path, text: str) -> None:
+    """The same for a new file, whole or not there. Raises FileExistsError where there is one, also if two come at one
+    time."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        _write(unfinished, text)
+        os.link(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -36,6 +45,13 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from megatron_a3po.runtime.report import write_report
 from megatron_a3po.runtime.run_dir import truncate_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
 
+_SUMMARY_FILE = "summary.json"
+
 
 class RunRecorder:
     """Use on rank 0; on other ranks every method does nothing."""
@@ -84,14 +86,14 @@ class RunRecorder:
         self._writer.close()
         rows = read_metrics(self._run_dir)
         summary = summarize_run(rows, ledger, wall_seconds=time.perf_counter() - self._start)
-        (self._run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_durably(self._run_dir / _SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
         write_report(self._run_dir)
         logger.info(
             "\nheld-out accuracy %.3f -> %.3f in %d steps, %.0f s\n"
             "  learning curve   %s\n  summary          %s\n  metrics          %s\n"
             "  trained model    %s\n  TensorBoard      %s --logdir %s\n  logs             %s",
             *(summary["eval_accuracy_before"], summary["eval_accuracy_after"], summary["num_steps"]),
-            *(summary["wall_seconds"], self._run_dir / "report.html", self._run_dir / "summary.json"),
+            *(summary["wall_seconds"], self._run_dir / "report.html", self._run_dir / _SUMMARY_FILE),
             *(self._run_dir / "metrics.jsonl", self._run_dir / "model", Path(sys.executable).parent / "tensorboard"),
             *(self._run_dir / "tensorboard", self._run_dir / "logs"),
         )
@@ -102,14 +104,22 @@ def complete_run(run_dir: Path) -> None:
 
     What happened to the groups of prompts that were not trained on is not known any more.
     """
-    rows, file = read_metrics(run_dir), run_dir / "summary.json"
+    rows, file = read_metrics(run_dir), run_dir / _SUMMARY_FILE
     if not rows:
         return
     summary = summarize_run(rows, {}, wall_seconds=rows[-1]["wall_seconds"])
     # A summary of fewer steps is that of the run before its num_steps were raised.
-    if not file.exists() or json.loads(file.read_text(encoding="utf-8"))["num_steps"] != summary["num_steps"]:
+    if _summarized_steps(file) != summary["num_steps"]:
         write_durably(file, json.dumps(summary, indent=2) + "\n")
     write_report(run_dir)
+
+
+def _summarized_steps(file: Path) -> int | None:
+    """None also for a file that cannot be read, which is written again."""
+    try:
+        return int(json.loads(file.read_bytes())["num_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall_seconds: float) -> dict[str, Any]:

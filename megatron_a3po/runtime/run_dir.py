@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.durable import create_durably, write_durably
 from megatron_a3po.runtime.logging import logger
 
 CONFIG_FILE = "config.resolved.yaml"
@@ -108,9 +108,8 @@ def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) 
             write_durably(run_dir / CONFIG_FILE, resolved_config)
         else:
             refuse_used_run_dir(run_dir)
-            # "x": of two runs at one time the second fails here also where there are no locks.
-            with (run_dir / CONFIG_FILE).open("x", encoding="utf-8") as file:
-                file.write(resolved_config)
+            # Of two runs at one time the second fails here also where there are no locks.
+            create_durably(run_dir / CONFIG_FILE, resolved_config)
     except OSError as error:
         lock.release()
         raise ConfigError(f"run_dir = {run_dir}: {error}; give another one (`run_dir=...`)") from None

@@ -103,7 +103,8 @@ class Preemption:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([reader], [], [], remaining)[0]:
                 return self._interrupt(self.requested_by, reader)
-            for number in os.read(reader, 1 << 10):
+            # The descriptor gets the number of every signal that somebody handles in Python.
+            for number in filter(_SIGNALS.__contains__, os.read(reader, 1 << 10)):
                 if self._ends_now(number, terminated_at):
                     return self._interrupt(number, reader)
                 if number == signal.SIGTERM and terminated_at is None:

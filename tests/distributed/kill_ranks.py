@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 WORLD_SIZE = 4
 DEADLINE_SECONDS = 100.0
+TOO_LATE = 99
 NOW = SimpleNamespace(training=0, saving=0, publishing=-1, training_begins={3: threading.Event(), 4: threading.Event()})
 """Steps that this rank trains and saves, the version that it publishes."""
 KILLED_STEP, KILLED_SAVE = 3, 2
@@ -235,7 +236,8 @@ def run_rank(rank: int, job: dict[str, Any], port: int) -> NoReturn:
 
 
 def launch(job: dict[str, Any]) -> list[int]:
-    """Exit codes of the ranks. When one has failed the others are killed, as when their machine goes."""
+    """Exit codes of the ranks. When one has failed the others are killed, as when their machine goes; past the deadline
+    all are, and it is TOO_LATE for each."""
     from megatron_a3po.runtime.processes import free_port
 
     port, ranks = free_port(), {}
@@ -245,16 +247,17 @@ def launch(job: dict[str, Any]) -> list[int]:
             run_rank(rank, job, port)
         ranks[process] = rank
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline, is_late = time.monotonic() + DEADLINE_SECONDS, False
     while len(codes) < WORLD_SIZE:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended:
             codes[ranks.pop(ended)] = os.waitstatus_to_exitcode(status)
-        if any(codes.values()) or time.monotonic() > deadline:
+        is_late = is_late or time.monotonic() > deadline
+        if any(codes.values()) or is_late:
             for process in ranks:
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
-    return [codes[rank] for rank in range(WORLD_SIZE)]
+    return [TOO_LATE if is_late else codes[rank] for rank in range(WORLD_SIZE)]
 
 
 def main() -> None:

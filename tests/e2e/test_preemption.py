@@ -52,13 +52,15 @@ def test_ranks_that_get_sigterm_save_and_torchrun_restarts_them_where_they_were(
 ) -> None:
     run, log = tmp_path / "run", tmp_path / "output.log"
     # Every other step is saved already when the signal comes, or is being written.
-    config = settings(tiny_model, run, url, num_steps=1000, checkpoint={"every_steps": 2, "asynchronous": True})
+    saving = {"every_steps": 2, "asynchronous": True, "preemption_grace_seconds": 120}
+    config = settings(tiny_model, run, url, num_steps=1000, checkpoint=saving)
     command = torchrun(config, tmp_path, "--max-restarts=1")
     with run_after_two_steps(command, run, log) as process:
         ranks = [number for number in descendants(process.pid) if is_rank(number)]
         assert len(ranks) == 4
         os.kill(ranks[2], signal.SIGTERM)  # one is enough: of a job on several nodes, one may be taken away
-        wait_until(lambda: not alive(ranks), 60.0)
+        wait_until(lambda: not alive(ranks), 150.0)
+        # torchrun starts new ones, which take a while to make another step.
         step = newest_checkpoint(run)
         assert f"ended by SIGTERM after step {step}, which is saved" in log.read_text()
         assert metrics(run)[-1]["step"] == step, "the step that was being made is the last one"

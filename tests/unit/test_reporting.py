@@ -219,6 +219,9 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_gets_its_summary_and_re
     (run / "summary.json").write_text(json.dumps(whole | {"num_steps": 1}))  # of the run before num_steps were raised
     complete_run(run)
     assert json.loads((run / "summary.json").read_text()) == whole | {"ledger": {}}
+    (run / "summary.json").write_text('{"num_st')  # torn
+    complete_run(run)
+    assert json.loads((run / "summary.json").read_text()) == whole | {"ledger": {}}
     (run / "summary.json").unlink()
     complete_run(run)
     assert json.loads((run / "summary.json").read_text()) == whole | {"ledger": {}}

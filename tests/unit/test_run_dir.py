@@ -1,5 +1,6 @@
 """The folder of a run: one run at a time, resumed only with the settings that it was started with."""
 
+import errno
 import gc
 import json
 import logging
@@ -139,6 +140,21 @@ def test_a_fresh_run_takes_an_empty_folder_and_none_that_holds_a_run(tmp_path: P
         refuse_used_run_dir(run_dir)
     assert (run_dir / "config.resolved.yaml").read_text() == "seed: 0\n"
     lock_run_dir(run_dir).release()
+
+
+def test_a_full_disk_leaves_no_half_configuration_that_would_block_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_a3po.runtime.durable.os.fsync", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            claim_run_dir(tmp_path, "seed: 0\n")
+    assert not holds_run(tmp_path) and not list(tmp_path.glob("*unfinished*")) + list(tmp_path.glob(".*unfinished"))
+    claim_run_dir(tmp_path, "seed: 0\n").release()
+    assert (tmp_path / "config.resolved.yaml").read_text() == "seed: 0\n"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

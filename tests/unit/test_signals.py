@@ -273,6 +273,18 @@ def test_a_command_that_still_imports_ends_at_once_by_ctrl_c(tmp_path: Path) -> 
             process.kill()
 
 
+def test_a_signal_that_somebody_else_handles_asks_for_nothing(start: Start) -> None:
+    body = """
+signal.signal(signal.SIGCHLD, lambda *_: say("a child has ended"))
+preemption = watch()
+os.kill(os.getpid(), signal.SIGCHLD)
+time.sleep(0.5)
+say(preemption.requested_by)
+"""
+    process = start(body)
+    assert (line(process), line(process)) == ("a child has ended", "0")
+
+
 def test_nothing_disturbs_the_end_of_a_run_that_has_saved(start: Start) -> None:
     body = """
 preemption = watch()
