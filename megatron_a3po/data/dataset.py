@@ -1,12 +1,11 @@
 """Prompts of a dataset on the disk."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,12 +64,12 @@ def load_dataset(
     Args:
         training: of which `num_held_out` prompts are kept for evaluation.
         evaluation: by name.
-        run_dir: gets `QUARANTINE` and `data.json`, which knows a changed dataset when the run is resumed.
+        run_dir: gets `QUARANTINE`.
         seed: chooses the prompts of evaluations; at least 0.
         order_seed: of the training's epochs; at least 0.
 
     Raises:
-        DataError: a dataset cannot be read, has too many bad rows, gives no prompt, or is not that of `data.json`.
+        DataError: a dataset cannot be read, has too many bad rows, or gives no prompt.
     """
     with _Reader(run_dir, limits) as reader:
         scanned = reader.read(training)
@@ -86,9 +85,13 @@ def load_dataset(
         if not len(rest):
             raise DataError(f"data.path = {training.path}: all of its prompts are in `evaluation.datasets` too")
     trained_on = hashlib.blake2b(rest.tobytes(), digest_size=16).hexdigest()
-    _check_unchanged(run_dir / "data.json", {"prompts": len(rest), "content": [scanned.fingerprint, trained_on]})
     return PromptSet(
-        questions=reader.store, training=rest, evaluation=prompts, encoder=training.encoder, order_seed=order_seed
+        questions=reader.store,
+        training=rest,
+        evaluation=prompts,
+        encoder=training.encoder,
+        order_seed=order_seed,
+        fingerprint=f"{scanned.fingerprint} {trained_on}",
     )
 
 
@@ -169,19 +172,3 @@ def _choose(indices: NDArray[np.int64], number: int | None, seed: int) -> tuple[
     is_chosen = np.zeros(len(indices), dtype=bool)
     is_chosen[np.random.default_rng((seed, _HELD_OUT_STREAM)).permutation(len(indices))[:number]] = True
     return indices[is_chosen], indices[~is_chosen]
-
-
-def _check_unchanged(path: Path, found: dict[str, Any]) -> None:
-    """A resumed run goes on with the numbers of its prompts, which mean others in another dataset."""
-    if not path.exists():
-        path.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        return
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}; remove it if the dataset is the same as before") from error
-    if known != found:
-        raise DataError(
-            f"the dataset is not the one that this run was started with: {known} before, {found} now ({path}); restore "
-            "it, or start a new run (`run_dir=...`)"
-        )

@@ -50,14 +50,16 @@ class PromptSet:
         evaluation: Mapping[str, Sequence[Prompt]],
         encoder: PromptEncoder,
         order_seed: int,
+        fingerprint: str,
     ) -> None:
         """`training`: [training prompts] indices into `questions`, of which each epoch has every one once. evaluation:
-        by the name of their dataset."""
+        by the name of their dataset. fingerprint: of the training prompts and their answers, in this order."""
         self._questions = questions
         self._training = training
         self._encoder = encoder
         self._order_seed = order_seed
         self.evaluation = evaluation
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         """Number of different training prompts, which is the length of an epoch."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megatron_a3po.errors import DataError
 from megatron_a3po.parallel.broadcast import (
@@ -43,6 +43,8 @@ class RolloutState:
     buffered: tuple[TrajectoryGroup, ...]
     in_flight: tuple[int, ...]
     """Issued groups without a result, in the order in which they are issued again."""
+    prompts: str = ""
+    """Fingerprint of the prompts that the groups' numbers mean; empty: not known."""
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every issued group is accounted for once."""
@@ -70,6 +72,7 @@ class _Metadata(BaseModel):
     consumed: NonNegativeInt
     dropped: dict[str, NonNegativeInt]
     in_flight: list[NonNegativeInt]
+    prompts: str = ""
     buffered: list[tuple[int, NonNegativeInt]]
     """Number of each group and how many of `trajectories` are its own."""
     trajectories: list[TrajectoryRow]
@@ -78,7 +81,8 @@ class _Metadata(BaseModel):
 def save_rollout_state(state: RolloutState, path: Path) -> None:
     """Write one safetensors file: the tensors of all buffered trajectories one behind the other, the rest as JSON.
 
-    The file is neither complete at once nor flushed to the disk; whoever writes a checkpoint sees to both.
+    The file is neither complete at once nor flushed to the disk; whoever writes a checkpoint sees to both. Raises
+    OSError.
     """
     encoded = encode_trajectories([item for group in state.buffered for item in group.trajectories])
     metadata = _Metadata(
@@ -89,14 +93,13 @@ def save_rollout_state(state: RolloutState, path: Path) -> None:
         consumed=state.consumed,
         dropped=state.dropped,
         in_flight=list(state.in_flight),
+        prompts=state.prompts,
         buffered=[(group.group_id, len(group.trajectories)) for group in state.buffered],
         trajectories=list(encoded.rows),
     )
-    save_file(
-        {name: getattr(encoded, name) for name in _DTYPES},
-        path,
-        metadata={_METADATA: metadata.model_dump_json()},
-    )
+    tensors = {name: getattr(encoded, name) for name in _DTYPES}
+    # Not by safetensors' save_file, which raises an error of its own where the disk is full.
+    path.write_bytes(save(tensors, {_METADATA: metadata.model_dump_json()}))
 
 
 def load_rollout_state(path: Path) -> RolloutState:
@@ -135,4 +138,5 @@ def _read(path: Path) -> RolloutState:
             for group_id, count in metadata.buffered
         ),
         in_flight=tuple(metadata.in_flight),
+        prompts=metadata.prompts,
     )

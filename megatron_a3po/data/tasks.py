@@ -1,6 +1,8 @@
 """Prompts of a reasoning-gym task."""
 
 import difflib
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -79,7 +81,13 @@ def load_task(
         evaluation=({HELD_OUT: held_out} if held_out else {}) | dict(evaluation),
         encoder=encoder,
         order_seed=order_seed,
+        fingerprint=_fingerprint(questions[num_held_out:]),
     )
+
+
+def _fingerprint(questions: Sequence[Question]) -> str:
+    content = json.dumps([[question.prompt, question.answer] for question in questions])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _fitting(

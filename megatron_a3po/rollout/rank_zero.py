@@ -15,7 +15,7 @@ from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.data.buffer import StalenessBuffer
 from megatron_a3po.data.ledger import Ledger
 from megatron_a3po.data.rollout_state import RolloutState
-from megatron_a3po.errors import VersionError
+from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.rollout.adoption import adopt_weights
 from megatron_a3po.rollout.building import make_evaluator, make_sampler, pool_settings, shaping
 from megatron_a3po.rollout.client import is_loopback
@@ -192,9 +192,15 @@ class RankZeroRollouts:
 
     # Both in the loop's thread and without an await: no group moves meanwhile.
     async def _state(self) -> RolloutState:
-        return self._buffer.state()
+        return replace(self._buffer.state(), prompts=self._prompts.fingerprint)
 
     async def _restore(self, state: RolloutState) -> None:
+        if state.prompts not in ("", self._prompts.fingerprint):
+            raise DataError(
+                "the training prompts are not those of the checkpoint, whose groups mean others by the same numbers: "
+                "restore the dataset, and what decides which of its prompts are taken (`data`, the tokenizer, "
+                "`actor.microbatch_tokens`), or start a new run (`run_dir=...`)"
+            )
         self._buffer.restore(state)
 
     async def _set_version(self, version: int) -> None:

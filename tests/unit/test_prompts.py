@@ -170,3 +170,10 @@ def test_too_few_prompts_are_an_error_with_counts_and_a_remedy() -> None:
 def test_a_negative_index_is_refused() -> None:
     with pytest.raises(IndexError, match="-1"):
         load().training_prompt(-1)
+
+
+def test_the_fingerprint_tells_other_training_prompts() -> None:
+    prompts = load()
+    others = [load(num_held_out=41), load(seed=8), load(prompt_pattern=r".*: [a-m].*")]
+    assert load().fingerprint == prompts.fingerprint
+    assert len({prompts.fingerprint, *(other.fingerprint for other in others)}) == 4

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
-from megatron_a3po.errors import VersionError
+from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.protocol import version_label
@@ -220,6 +221,23 @@ def test_the_trainer_and_the_rollouts_start_at_one_version(
             start(state, version=trainer),
         ):
             pass
+
+
+def test_a_run_does_not_go_on_with_other_prompts_than_those_of_its_checkpoint(
+    start: Callable[..., AbstractContextManager[Run]], tmp_path: Path
+) -> None:
+    with start(None) as run:
+        save_rollout_state(run.take_state(), tmp_path / "state.safetensors")
+    prompts = load_rollout_state(tmp_path / "state.safetensors").prompts
+    assert prompts
+    known = RolloutState(version=3, next_batch=3, issued=9, consumed=9, dropped={}, buffered=(), in_flight=())
+    with start(replace(known, prompts=prompts), version=3):
+        pass
+    with (
+        pytest.raises(DataError, match="not those of the checkpoint"),
+        start(replace(known, prompts=f"{prompts} and others"), version=3),
+    ):
+        pass
 
 
 def test_other_ranks_have_no_state_and_take_none(model: Path, waiting: dist.ProcessGroup, tmp_path: Path) -> None:
