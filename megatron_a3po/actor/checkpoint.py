@@ -20,7 +20,8 @@ from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, s
 from megatron_a3po.errors import CheckpointError, ConfigError, RunFinished
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
-from megatron_a3po.runtime.checkpoints import CheckpointStore, newest_valid
+from megatron_a3po.runtime.checkpoints import CheckpointStore, Finding, newest_valid, verdict
+from megatron_a3po.runtime.durable import writing
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, describe_files
 from megatron_a3po.runtime.resume import plan_resume, record_origin
@@ -66,13 +67,20 @@ class CheckpointManager:
     def choose(self) -> int:
         """The step of the first valid checkpoint of the plan, after which the run goes on; 0 for one from the start.
 
-        Says which checkpoints are not valid, and why. Raises ConfigError if none is that the user has named, and
-        RunFinished if the run has made all of its steps.
+        Says which checkpoints are not valid, and why; nothing is changed before `load`. Raises ConfigError if none is
+        that the user has named, CheckpointError if there are some and none is valid, or if one of them can't be read,
+        and RunFinished if the run has made all of its steps.
         """
         candidates, must_resume = self._plan()
         choice = newest_valid(candidates, self._check_together)
-        if must_resume and choice.folder is None:
-            raise ConfigError(f"resume = {self._config.resume}: {'; '.join(choice.rejected.values())}")
+        if choice.folder is None and choice.rejected:
+            reasons = "; ".join(choice.rejected.values())
+            if must_resume:
+                raise ConfigError(f"resume = {self._config.resume}: {reasons}")
+            raise CheckpointError(
+                f"run_dir = {self._config.run_dir}: has checkpoints, and none is valid: {reasons}. Restore one, "
+                "move them away to start over, or give another folder (`run_dir=...`)"
+            )
         for folder, reason in choice.rejected.items():
             logger.warning("not resumed from %s: %s", folder.name, reason)
         if choice.folder is not None and choice.manifest is not None:
@@ -83,10 +91,6 @@ class CheckpointManager:
                 f"run_dir = {self._config.run_dir}: this run has made its {step} steps; raise num_steps to go on with "
                 "it, or give another folder (`run_dir=...`)"
             )
-        if self._rank == 0:
-            for path in self._store.set_aside_after(step if self._resumed is not None else -1):
-                logger.warning("set aside as %s", path.name)
-            record_origin(self._config.run_dir, self._config.resume)
         return step
 
     def _plan(self) -> tuple[list[Path], bool]:
@@ -99,12 +103,24 @@ class CheckpointManager:
         return list(map(Path, folders)), must_resume
 
     def load(self, actor: PolicyActor) -> RolloutState | None:
-        """Bring the actor to the chosen checkpoint; returns what the rollouts need, on rank 0. None without one."""
+        """Bring the actor to the chosen checkpoint; returns what the rollouts need, on rank 0. None without one.
+
+        Then, and not before, the checkpoints are set aside that the run does not continue.
+        """
         if self._resumed is None:
             return None
         folder, manifest = self._resumed
         actor.load(folder, same_layout=manifest.facts["layout"] == self._layout())
-        return load_rollout_state(folder / ROLLOUTS_FILE) if self._rank == 0 else None
+        rollouts = load_rollout_state(folder / ROLLOUTS_FILE) if self._rank == 0 else None
+        dist.barrier(self._group)
+        self._on_rank_zero(lambda: self._leave_others(manifest.step))
+        return rollouts
+
+    def _leave_others(self, step: int) -> None:
+        with writing(self._config.run_dir / "checkpoints", "see that the run may write there, and start it again"):
+            for path in self._store.set_aside_after(step):
+                logger.warning("set aside as %s", path.name)
+            record_origin(self._config.run_dir, self._config.resume)
 
     def save_if_due(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
         """To be called after every step. `rollouts` gives what rank 0 knows of them.
@@ -195,7 +211,15 @@ class CheckpointManager:
 
     def _check_together(self, folder: Path) -> Manifest:
         """Each rank checks its share of the files; what one finds wrong is wrong for all."""
-        return self._together(lambda: check(folder, self._rank, self._world_size))
+        manifest, failure = None, None
+        try:
+            manifest = check(folder, self._rank, self._world_size)
+        except CheckpointError as error:
+            failure = error
+        found = gather_json(dataclasses.asdict(Finding.of(failure, self._rank)), self._group)
+        if (reason := verdict([Finding(**it) for it in found])) is not None:
+            raise reason
+        return cast(Manifest, manifest)
 
     def _on_rank_zero(self, work: Callable[[], Any]) -> None:
         self._together(lambda: work() if self._rank == 0 else None)

@@ -72,12 +72,14 @@ class TrainingStateSave:
     def write(self) -> None:
         """Write this rank's files. No collective, so it may be done in another thread. Raises OSError."""
         results = {}
-        for number, bucket in enumerate(self._buckets):
+        for number, (path, name, (data, tensors)) in enumerate(self._buckets):
+            # Megatron's plan leaves tensors on their GPU. They come to the host one by one, each when it is written.
+            on_host = ((item, tensor.cpu()) for item, tensor in tensors)
             _, result = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                self._transforms, number, bucket, None, None, use_fsync=True
+                self._transforms, number, (path, name, (data, on_host)), None, None, use_fsync=True
             )
             if isinstance(result, Exception):
-                raise result if isinstance(result, OSError) else OSError(str(result)) from result
+                raise result if isinstance(result, OSError) else OSError(str(result) or repr(result)) from result
             results[number] = result
         if results:
             self._results.put(results)

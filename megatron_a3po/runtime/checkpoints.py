@@ -22,15 +22,26 @@ import errno
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.runtime.durable import sync_folder, write_durably
-from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, folder_name, step_of, write_manifest
+from megatron_a3po.runtime.manifest import (
+    ContentError,
+    FileRecord,
+    Manifest,
+    UnreadableError,
+    check,
+    folder_name,
+    step_of,
+    unreadable,
+    write_manifest,
+)
 
 _LEFTOVER = re.compile(r"\.step_[0-9]{8,}\.(unfinished|deleted)")
 
@@ -146,16 +157,19 @@ class CheckpointStore:
     def _usable(self) -> str:
         try:
             newest = next(iter(self.candidates()), None)
-        except OSError as error:
-            return f"what is there cannot be listed now ({error})"
+        except UnreadableError:
+            return "what is there cannot be listed now"
         return f"{newest.name} was saved whole and can be resumed" if newest else "there is no other checkpoint"
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
     """The folders that bear a checkpoint's name, newest step first. Only `check` tells whether they are valid."""
-    if not root.is_dir():
-        return []
-    steps = {path: step for path in root.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
+    try:
+        if not root.is_dir():
+            return []
+        steps = {path: step for path in root.iterdir() if (step := step_of(path)) is not None and path.is_dir()}
+    except OSError as error:
+        raise unreadable(root, error) from error
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
@@ -172,15 +186,55 @@ def newest_valid(candidates: Sequence[Path], check: Callable[[Path], Manifest] =
     """The first of the candidates that `check` accepts.
 
     With many ranks, all of them call this with rank 0's candidates and with a `check` of the caller's that checks each
-    rank's share and raises CheckpointError on every rank when it failed on any.
+    rank's share and raises `verdict`'s error on every rank. An UnreadableError ends the search: an older checkpoint
+    would be taken, and the newer ones given up, for a mount that comes back.
     """
     rejected: dict[Path, str] = {}
     for folder in candidates:
         try:
             return Choice(folder=folder, manifest=check(folder), rejected=rejected)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             rejected[folder] = str(error)
     return Choice(folder=None, manifest=None, rejected=rejected)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one rank's `check` of its share has raised, if anything."""
+
+    rank: int
+    host: str
+    kind: Literal["valid", "content", "common", "unreadable"]
+    """content: of a file in its share; common: what every rank must find that sees the same files"""
+    text: str
+
+    @classmethod
+    def of(cls, error: CheckpointError | None, rank: int) -> Self:
+        kind: Literal["valid", "content", "common", "unreadable"] = "valid" if error is None else "common"
+        if isinstance(error, UnreadableError):
+            kind = "unreadable"
+        elif isinstance(error, ContentError):
+            kind = "content"
+        return cls(rank=rank, host=socket.gethostname(), kind=kind, text=str(error or ""))
+
+
+def verdict(findings: Sequence[Finding]) -> CheckpointError | None:
+    """The error that all ranks raise for a checkpoint folder; None for a valid one."""
+    unreadable = [it for it in findings if it.kind == "unreadable"]
+    common = [it for it in findings if it.kind == "common"]
+    if unreadable:
+        first = unreadable[0]
+        return UnreadableError(f"rank {first.rank} on {first.host}: {first.text}")
+    if 0 < len(common) < len(findings):
+        first = common[0]
+        return UnreadableError(
+            f"rank {first.rank} on {first.host}: {first.text}. But other ranks see these files whole: all nodes must "
+            "have the filesystem of the run folder mounted; see to it, and start again"
+        )
+    damaged = [it for it in findings if it.kind != "valid"]
+    return CheckpointError(damaged[0].text) if damaged else None
 
 
 def steps_to_delete(steps: Collection[int], *, keep_last: int, keep_every: int) -> list[int]:

@@ -28,6 +28,15 @@ from megatron_a3po.runtime.durable import sync_folder, write_durably
 MANIFEST = "manifest.json"
 FORMAT = 1
 _MAX_PROBLEMS_SHOWN = 3
+_NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class UnreadableError(CheckpointError):
+    """It cannot be told whether the checkpoint is valid: a filesystem that fails, or a newer format."""
+
+
+class ContentError(CheckpointError):
+    """A file of this rank's share has other content than was written. All other damage is found by every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +101,27 @@ def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord], fac
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError when the manifest is missing, damaged, of a newer format, or of another step."""
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: no such folder; give the folder of a checkpoint (run_dir/checkpoints/step_...)"
-        )
+    """Raises CheckpointError when the manifest is missing, damaged, or of another step; UnreadableError when it is of a
+    newer format, or the filesystem fails."""
     try:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: no such folder; give the folder of a checkpoint (run_dir/checkpoints/step_...)"
+            )
         content = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
+    except _NO_SUCH_FILE:
         raise _unusable(
             folder, f"{MANIFEST} is missing, so this is no checkpoint, or was not written to its end"
         ) from None
     except OSError as error:
-        raise _unusable(folder, f"{MANIFEST} cannot be read ({error})") from None
+        raise unreadable(folder / MANIFEST, error) from error
     except ValueError as error:
         raise _unusable(folder, f"{MANIFEST} is damaged ({error})") from None
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
         # Before the checksum, which a newer format may compute in its own way.
         problem = f"{MANIFEST} has format {version}, and this version of megatron_a3po reads up to {FORMAT}"
-        raise CheckpointError(f"{folder}: {problem}; resume with the version that wrote it, or a newer one")
+        raise UnreadableError(f"{folder}: {problem}; resume with the version that wrote it, or a newer one")
     if version is None or content.pop("sha256", None) != _own_checksum(content):
         raise _unusable(folder, f"{MANIFEST} is damaged (its own checksum differs)")
     if step_of(folder) not in (None, content["step"]):
@@ -127,17 +137,15 @@ def check(folder: Path, rank: int = 0, world_size: int = 1) -> Manifest:
 
     The checkpoint is valid when `check` returns on every rank. Files that the manifest does not know are no error:
     loading opens only what the described files name, while people's notes and the remains that network filesystems
-    leave of deleted files (`.nfs...`) do get into such folders. Raises CheckpointError, which names files and remedy.
+    leave of deleted files (`.nfs...`) do get into such folders. Raises CheckpointError, which names files and remedy:
+    ContentError for a wrong checksum, UnreadableError when the filesystem fails or the format is newer.
     """
     manifest = read_manifest(folder)
-    problems = [text for name, record in manifest.files.items() if (text := _wrong_size(folder / name, name, record))]
-    if not problems:
-        share = sorted(manifest.files)[rank::world_size]
-        problems = [text for name in share if (text := _wrong_checksum(folder / name, name, manifest.files[name]))]
-    if problems:
-        more = len(problems) - _MAX_PROBLEMS_SHOWN
-        shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN]) + (f"; and {more} files more" if more > 0 else "")
-        raise _unusable(folder, shown)
+    if problems := [text for name, record in manifest.files.items() if (text := _wrong_size(folder, name, record))]:
+        raise _unusable(folder, *problems)
+    share = sorted(manifest.files)[rank::world_size]
+    if problems := [text for name in share if (text := _wrong_checksum(folder, name, manifest.files[name]))]:
+        raise ContentError(str(_unusable(folder, *problems)))
     return manifest
 
 
@@ -157,28 +165,28 @@ def _refuse_incomplete_records(folder: Path, files: Mapping[str, FileRecord]) ->
             "must be on a filesystem that all nodes share"
         )
     for name, record in files.items():
-        if problem := _wrong_size(folder / name, name, record):
+        if problem := _wrong_size(folder, name, record):
             raise CheckpointError(f"{folder}: written to while the checkpoint was being described: {problem}")
 
 
-def _wrong_size(path: Path, name: str, record: FileRecord) -> str | None:
+def _wrong_size(folder: Path, name: str, record: FileRecord) -> str | None:
     try:
-        size_bytes = path.stat().st_size
-    except FileNotFoundError:
+        size_bytes = (folder / name).stat().st_size
+    except _NO_SUCH_FILE:
         return f"{name} is missing"
     except OSError as error:
-        return f"{name} cannot be read ({error})"
+        raise unreadable(folder / name, error) from error
     if size_bytes != record.size_bytes:
         return f"{name} has {size_bytes:,} bytes instead of {record.size_bytes:,}"
     return None
 
 
-def _wrong_checksum(path: Path, name: str, record: FileRecord) -> str | None:
+def _wrong_checksum(folder: Path, name: str, record: FileRecord) -> str | None:
     try:
-        with path.open("rb") as file:
+        with (folder / name).open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return f"{name} cannot be read ({error})"
+        raise unreadable(folder / name, error) from error
     if sha256 != record.sha256:
         return (
             f"{name} has other content than was written (SHA-256 {sha256[:12]}... instead of {record.sha256[:12]}...)"
@@ -190,9 +198,16 @@ def _own_checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _unusable(folder: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: {problem}; this checkpoint cannot be used: resume from another one, or restore it"
+def _unusable(folder: Path, *problems: str) -> CheckpointError:
+    more = len(problems) - _MAX_PROBLEMS_SHOWN
+    shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN]) + (f"; and {more} files more" if more > 0 else "")
+    return CheckpointError(f"{folder}: {shown}; this checkpoint cannot be used: resume from another one, or restore it")
+
+
+def unreadable(path: Path, error: OSError) -> UnreadableError:
+    return UnreadableError(
+        f"{path}: cannot be read ({error}); that is no damage that another checkpoint would mend: see that the "
+        "filesystem is mounted and readable on every node, and start again"
     )
 
 

@@ -1,7 +1,11 @@
 """All ranks agree on the checkpoint to resume from, whichever of them finds a file damaged."""
 
+import errno
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,12 +44,104 @@ def _choose(folder: str, damage: str) -> None:
     dist.barrier()
     described = {"model": folder, "run_dir": Path(folder) / "run", "num_steps": 99, "data": {"task": "t"}}
     config = RunConfig.model_validate(described)
-    step = CheckpointManager(config, dist.group.WORLD, PhaseTimer()).choose()
-    steps = gather_json(step)
+    manager = CheckpointManager(config, dist.group.WORLD, PhaseTimer())
+    steps = gather_json(manager.choose())
+    loaded: list[Path] = []
+
+    def load(folder: Path, *, same_layout: bool) -> None:
+        assert not same_layout and _set_aside(root) == [], "before it is known that the older one can be loaded"
+        loaded.append(folder)
+
+    actor: Any = SimpleNamespace(load=load)
+    rollouts = manager.load(actor)
+    assert loaded == [root / f"step_000000{steps[0]}"] and (rollouts is not None) == (dist.get_rank() == 0)
     if dist.get_rank() == 0:
-        aside = sorted(path.name for path in root.iterdir() if path.name.endswith("set_aside"))
-        print(json.dumps({"steps": steps, "set_aside": aside}), flush=True)
+        print(json.dumps({"steps": steps, "set_aside": _set_aside(root)}), flush=True)
     dist.destroy_process_group()
+
+
+def _set_aside(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name.endswith("set_aside"))
+
+
+REFUSED = {
+    "all damaged": r"none is valid: .*step_00000020: shard5 has other.*step_00000010: shard5 has other.*run_dir=",
+    "EIO": r"rank 2 on \S+: .*step_00000020/shard2: cannot be read .*Input/output error.*mounted",
+    "not there": r"rank 2 on \S+: .*step_00000020: no such folder.*other ranks see .* start again",
+    "newer": r"rank 0 on \S+: .*step_00000020: .*format 2.* resume with the version",
+}
+
+
+@pytest.mark.distributed
+def test_a_run_with_checkpoints_never_starts_over_nor_goes_further_back_for_a_node_without_its_files(
+    tmp_path: Path,
+) -> None:
+    output = run_ranks(_refuse_all, 4, str(tmp_path))
+
+    seen = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    for (trouble, expected), messages in zip(REFUSED.items(), seen, strict=True):
+        assert len(messages) == 4 and len(set(messages)) == 1
+        assert re.search(expected, messages[0]), messages[0]
+        left = sorted(path.name for path in (tmp_path / trouble / "run" / "checkpoints").iterdir())
+        assert left == ["latest", "step_00000010", "step_00000020"]
+
+
+def _refuse_all(folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for trouble in REFUSED:
+        _refuse(f"{folder}/{trouble}", trouble)
+    dist.destroy_process_group()
+
+
+def _refuse(folder: str, trouble: str) -> None:
+    import torch.distributed as dist
+
+    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.config import RunConfig
+    from megatron_a3po.errors import CheckpointError
+    from megatron_a3po.parallel.messages import gather_json
+    from megatron_a3po.runtime.timing import PhaseTimer
+
+    assert dist.group.WORLD is not None
+    root = Path(folder) / "run" / "checkpoints"
+    if dist.get_rank() == 0:
+        root.parent.mkdir(parents=True)
+        _save_two(root)
+        if trouble == "all damaged":
+            _damage(root / "step_00000010", "flip")
+            _damage(root / "step_00000020", "flip")
+        if trouble == "newer":
+            manifest = root / "step_00000020" / "manifest.json"
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    dist.barrier()
+    if dist.get_rank() == 2:
+        _break_this_node(root / "step_00000020", trouble)
+    described = {"model": folder, "run_dir": Path(folder) / "run", "num_steps": 99, "data": {"task": "t"}}
+    try:
+        step = CheckpointManager(RunConfig.model_validate(described), dist.group.WORLD, PhaseTimer()).choose()
+        message = f"step {step}"
+    except CheckpointError as error:
+        message = str(error)
+    messages = gather_json(message)
+    if dist.get_rank() == 0:
+        print(json.dumps(messages), flush=True)
+
+
+def _break_this_node(folder: Path, trouble: str) -> None:
+    if trouble == "EIO":
+        original = Path.stat
+
+        def stat(path: Path, **keywords: Any) -> Any:
+            if path == folder / "shard2":
+                raise OSError(errno.EIO, "Input/output error")
+            return original(path, **keywords)
+
+        Path.stat = stat  # type: ignore[method-assign, assignment]
+    elif trouble == "not there":
+        is_dir = Path.is_dir
+        Path.is_dir = lambda path: path != folder and is_dir(path)  # type: ignore[method-assign, misc, assignment]
 
 
 @pytest.mark.distributed
@@ -97,9 +193,6 @@ def test_a_rank_that_cannot_write_stops_all_of_them_and_the_older_checkpoint_sta
 
 
 def _fail_to_save(folder: str, kind: str) -> None:
-    from types import SimpleNamespace
-    from typing import Any
-
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -146,16 +239,19 @@ def _fail_to_save(folder: str, kind: str) -> None:
 
 
 def _save_two(root: Path, config: str = "") -> None:
+    from megatron_a3po.data.rollout_state import RolloutState, save_rollout_state
     from megatron_a3po.runtime.checkpoints import CheckpointStore
     from megatron_a3po.runtime.manifest import describe
 
+    rollouts = RolloutState(version=0, next_batch=0, issued=0, consumed=0, dropped={}, buffered=(), in_flight=())
     store = CheckpointStore(root, keep_last=2, keep_every=0)
     for step in (10, 20):
         folder = store.begin(step)
         for number in range(NUM_FILES):
             (folder / f"shard{number}").write_bytes(bytes([number, step]) * 1000)
         (folder / "config.resolved.yaml").write_text(config)
-        store.commit(step, describe(folder), {})
+        save_rollout_state(rollouts, folder / "rollouts.safetensors")
+        store.commit(step, describe(folder), {"layout": "another"})
 
 
 def _damage(folder: Path, damage: str) -> None:

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.checkpoints import CheckpointStore, newest_valid, steps_to_delete
-from megatron_a3po.runtime.manifest import FileRecord, check, describe, read_manifest, step_of
+from megatron_a3po.runtime.checkpoints import CheckpointStore, Finding, newest_valid, steps_to_delete, verdict
+from megatron_a3po.runtime.manifest import (
+    ContentError,
+    FileRecord,
+    UnreadableError,
+    check,
+    describe,
+    read_manifest,
+    step_of,
+)
 
 NUM_RANKS = 3
 FACTS = {"tensor": 2, "pipeline": 1}
@@ -232,9 +242,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
     "manifest.json is damaged": lambda folder: os.truncate(folder / "manifest.json", 100),
     "damaged (its own checksum differs)": lambda folder: edit_manifest(folder, step=21),
-    "has format 2, and this version of megatron_a3po reads up to 1": lambda folder: edit_manifest(folder, format=2),
     "manifest.json is that of step 20": other_step,
-    "manifest.json cannot be read": lambda folder: [
+    "manifest.json is missing, so": lambda folder: [
         (folder / "manifest.json").unlink(),
         (folder / "manifest.json").mkdir(),
     ],
@@ -254,6 +263,82 @@ def test_damage_is_named_and_the_newest_whole_checkpoint_is_found_whatever_lates
     assert choice.folder == older and choice.manifest == check(older)
     [(folder, reason)] = choice.rejected.items()
     assert message in reason and str(folder) in reason and "resume" in reason
+
+
+def failing_reads(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError) -> None:
+    for method in ("open", "stat"):
+        original = getattr(Path, method)
+
+        def fail(path: Path, *arguments: Any, original: Any = original, **keywords: Any) -> Any:
+            if path.name == name:
+                raise error
+            return original(path, *arguments, **keywords)
+
+        monkeypatch.setattr(Path, method, fail)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["step_00000020", "manifest.json", "__1_0.distcp"])
+def test_what_cannot_be_read_now_is_not_passed_over_for_an_older_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    store = make_store(root)
+    save(store, 10)
+    candidates = [save(store, 20), *store.candidates()]
+    failing_reads(monkeypatch, name, OSError(number, os.strerror(number)))
+
+    with pytest.raises(UnreadableError, match=rf"{name}.*: cannot be read .*{os.strerror(number)}.*mounted"):
+        newest_valid(candidates)
+    if name == "step_00000020":
+        with pytest.raises(UnreadableError, match=r"checkpoints: cannot be read .*mounted"):
+            store.candidates()
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(root: Path) -> None:
+    store = make_store(root)
+    save(store, 10)
+    edit_manifest(save(store, 20), format=2)
+
+    with pytest.raises(UnreadableError, match=r"has format 2, and .* reads up to 1; resume with the version"):
+        newest_valid(store.candidates())
+
+
+def findings(folders: list[Path]) -> list[Finding]:
+    """Of one rank on each node, which see these folders as the same one."""
+    found = []
+    for rank, folder in enumerate(folders):
+        error = None
+        try:
+            check(folder, rank, len(folders))
+        except CheckpointError as raised:
+            error = raised
+        found.append(Finding.of(error, rank))
+    return found
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_that_some_nodes_do_not_see_is_a_filesystem_that_is_not_the_same(
+    root: Path, tmp_path: Path, damage: str
+) -> None:
+    folder = save(make_store(root), 20)
+    other = shutil.copytree(folder, tmp_path / "other_node" / folder.name)
+    assert verdict(findings([folder, other, folder])) is None
+    DAMAGE[damage](other)
+    partly, wholly = verdict(findings([folder, other, folder])), verdict(findings([other] * NUM_RANKS))
+
+    assert wholly is not None and type(wholly) is CheckpointError
+    if DAMAGE[damage] is not flip_a_bit:  # which only the rank finds that reads it
+        assert isinstance(partly, UnreadableError) and re.search(r"rank 1 on .* other ranks see", str(partly))
+
+
+def test_what_one_rank_cannot_read_stops_all_whatever_the_others_found() -> None:
+    errors = [CheckpointError("gone"), UnreadableError("__3.distcp: cannot be read"), ContentError("other content")]
+    verdicts = [
+        verdict([Finding.of(error, rank) for rank, error in enumerate(order)]) for order in permutations(errors)
+    ]
+
+    assert {type(it) for it in verdicts} == {UnreadableError}
+    assert all(re.match(r"rank [012] on \S+: __3.distcp: cannot be read", str(it)) for it in verdicts)
 
 
 def test_every_damaged_byte_of_a_manifest_is_noticed(root: Path) -> None:

@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import math
+import resource
+import signal
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -431,6 +434,28 @@ async def test_an_interrupted_run_trains_on_the_same_trajectories_in_the_same_or
         assert batches == expected
         assert second.asked == [*state.in_flight, *range(state.issued, 3 * (before + after))]
         assert plain(second.buffer.state()) == plain(whole.buffer.state())
+
+
+def test_a_full_disk_is_an_oserror_with_its_number(tmp_path: Path) -> None:
+    state = RolloutState(
+        version=1,
+        next_batch=0,
+        issued=1,
+        consumed=0,
+        dropped={},
+        buffered=(group(0, [0] * 50_000),),
+        in_flight=(),
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            save_rollout_state(state, tmp_path / "state")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert raised.value.errno == errno.EFBIG
 
 
 async def test_a_finished_run_can_be_prolonged() -> None:

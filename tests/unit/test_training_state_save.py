@@ -69,6 +69,63 @@ def test_what_is_written_is_the_state_at_the_copy_also_of_tensors_in_host_memory
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, before, strict=True)) and len(found) == 3
 
 
+class OnAnotherDevice(torch.Tensor):
+    """Values that can be copied to the host, and nothing else."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> "OnAnotherDevice":
+        tensor = torch.Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, device="meta")
+        tensor.host = host
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        assert function is torch.ops.aten._to_copy.default and kwargs["device"] == torch.device("cpu"), function
+        COPIED.append(args[0].host)
+        return args[0].host.clone()
+
+
+COPIED: list[torch.Tensor] = []
+
+
+def test_tensors_of_another_device_are_written_without_a_copy_of_all_of_them_before(
+    make_save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    values = [torch.arange(6.0), torch.ones(4, dtype=torch.bfloat16), torch.arange(3)]
+    save, results = make_save({"0": OnAnotherDevice(values[0]), "1": OnAnotherDevice(values[1]), "here": values[2]})
+    COPIED.clear()
+    copied_before_writing = []
+    write_item = filesystem_async._write_item
+
+    # With the parameters that Megatron looks for in its signature.
+    def counting(*args: Any, serialization_format: Any = None) -> Any:
+        copied_before_writing.append(len(COPIED))
+        return write_item(*args, serialization_format=serialization_format)
+
+    monkeypatch.setattr(filesystem_async, "_write_item", counting)
+    save.write()
+
+    found = written(tmp_path / "__0_0.distcp", results)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, values, strict=True)) and len(found) == 3
+    assert copied_before_writing == [1, 2, 2]
+
+
+def test_a_failure_without_a_text_is_named_by_its_class(make_save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    def fail(*_: Any, serialization_format: Any = None) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(filesystem_async, "_write_item", fail)
+    save, _ = make_save({"weights": torch.ones(3)})
+    with pytest.raises(OSError, match="AssertionError"):
+        save.write()
+
+
 def test_a_file_that_cannot_be_written_is_an_oserror_with_its_reason(make_save: Any, tmp_path: Path) -> None:
     save, results = make_save({"weights": torch.ones(3)}, tmp_path / "nowhere")
 
