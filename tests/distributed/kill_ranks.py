@@ -1,8 +1,7 @@
 """Four ranks of whole runs, one of which kills itself at a chosen place: the program behind test_kill_anywhere.
 
-It imports everything once and forks the ranks of each run, which saves most of a run's time. One line of JSON
-(`config`, `fault`, `ranks` that have it, `log`) is one run; the answer is a line with the exit codes. The product knows
-nothing of it: functions of it are wrapped here.
+One line of JSON (`config`, `fault`, `ranks` that have it, `log`) is one run; the answer is a line with the exit codes.
+The product knows nothing of it: functions of it are wrapped here.
 """
 
 import dataclasses
@@ -15,13 +14,15 @@ import os
 import signal
 import sys
 import threading
-import time
-import traceback
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+
+from megatron_a3po.runtime.processes import free_port
+from tests.distributed.forks import fork_ranks, serve_jobs
 
 WORLD_SIZE = 4
 DEADLINE_SECONDS = 100.0
@@ -208,73 +209,28 @@ def digest(batch: list[Any], advantages: Any) -> str:
     return seen.hexdigest()
 
 
-def run_rank(rank: int, job: dict[str, Any], port: int) -> NoReturn:
-    """One rank, from the fork to its end."""
+def run_rank(job: dict[str, Any], port: int, rank: int) -> int:
+    """One rank, from the fork to its exit code."""
     from megatron_a3po.config import RunConfig
-    from megatron_a3po.runtime.processes import die_with_parent, end_process
 
-    code = 1
-    try:
-        die_with_parent(signal.SIGKILL)
-        log = os.open(f"{job['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for number in (1, 2):
-            os.dup2(log, number)
-        addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
-        os.environ |= addresses | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-        config = RunConfig.model_validate(job["config"])
-        observe(config.run_dir)
-        if rank in job["ranks"]:
-            globals()[job["fault"]]()
-        from megatron_a3po.train import train
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= addresses | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    config = RunConfig.model_validate(job["config"])
+    observe(config.run_dir)
+    if rank in job["ranks"]:
+        globals()[job["fault"]]()
+    from megatron_a3po.train import train
 
-        train(config)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    end_process(code)
+    train(config)
+    return 0
 
 
 def launch(job: dict[str, Any]) -> list[int]:
-    """Exit codes of the ranks. When one has failed the others are killed, as when their machine goes; past the deadline
-    all are, and it is TOO_LATE for each."""
-    from megatron_a3po.runtime.processes import free_port
-
-    port, ranks = free_port(), {}
-    for rank in range(WORLD_SIZE):
-        process = os.fork()
-        if process == 0:
-            run_rank(rank, job, port)
-        ranks[process] = rank
-    codes: dict[int, int] = {}
-    deadline, is_late = time.monotonic() + DEADLINE_SECONDS, False
-    while len(codes) < WORLD_SIZE:
-        ended, status = os.waitpid(-1, os.WNOHANG)
-        if ended:
-            codes[ranks.pop(ended)] = os.waitstatus_to_exitcode(status)
-        is_late = is_late or time.monotonic() > deadline
-        if any(codes.values()) or is_late:
-            for process in ranks:
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.02)
-    return [TOO_LATE if is_late else codes[rank] for rank in range(WORLD_SIZE)]
-
-
-def main() -> None:
-    import torch
-
-    from megatron_a3po import cpu
-
-    cpu.install()
-    torch.set_num_threads(1)
-    import megatron_a3po.actor.actor
-    import megatron_a3po.train  # noqa: F401
-
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forked ranks"
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(launch(json.loads(line))), flush=True)
+    """Exit codes of the ranks; past the deadline, which looks like a kill, TOO_LATE for each."""
+    ended = fork_ranks(WORLD_SIZE, partial(run_rank, job, free_port()), job["log"], DEADLINE_SECONDS)
+    return [TOO_LATE] * WORLD_SIZE if ended.is_late else ended.codes
 
 
 if __name__ == "__main__":
-    main()
+    serve_jobs(launch)

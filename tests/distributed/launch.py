@@ -1,14 +1,19 @@
 """Run one function on several processes as torch.distributed ranks, with a deadline."""
 
+import functools
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_a3po.runtime.processes import free_port
+from tests.distributed.forks import Ended
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,43 +33,80 @@ def run_ranks(
     timeout_seconds: float = 120.0,
     with_gpus: bool = False,
 ) -> str:
-    """Call `function(*arguments)` in `world_size` fresh Python processes; return what rank 0 printed.
+    """Call `function(*arguments)` in `world_size` processes of their own; return what rank 0 printed.
 
     The processes find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, as under
-    torchrun. They see no GPU unless `with_gpus`. The function must live at the top level of its module, which must be
-    importable by path.
+    torchrun. `with_gpus`: fresh processes; else forks of one where the CPU's modules are installed (`forks.py`), which
+    see no GPU. The function must live at the top level of its module, which must be importable by path.
 
     Raises:
         AssertionError: a rank failed or the deadline passed. The message has the output of the ranks that failed
             first; their siblings, which would wait for them in a collective, are killed.
     """
-    module = sys.modules[function.__module__].__file__
-    command = [sys.executable, __file__, str(module), function.__name__, *arguments]
-    environment = os.environ | RANK_ENVIRONMENT | {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port())}
-    if not with_gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles all of Megatron again
+    path = str(sys.modules[function.__module__].__file__)
+    environment = _environment() | {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        logs = [Path(directory) / f"rank{rank}.log" for rank in range(world_size)]
-        ranks = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("wb") as output:
-                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    ranks.append(
-                        subprocess.Popen(command, env=environment | own, stdout=output, stderr=subprocess.STDOUT)
-                    )
-            failure = _wait(ranks, time.monotonic() + timeout_seconds)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        assert not failure, failure + "".join(
-            f"\n--- rank {rank} ---\n{log.read_text(errors='replace')[-4000:]}"
-            for rank, log in enumerate(logs)
-            if f"rank {rank} " in failure
+        job = {
+            "path": path,
+            "name": function.__name__,
+            "arguments": arguments,
+            "world_size": world_size,
+            "environment": environment,
+            "log": f"{directory}/log",
+            "timeout_seconds": timeout_seconds,
+        }
+        ended = _spawn(job) if with_gpus else _fork(job)
+        logs = [Path(f"{directory}/log.rank{rank}") for rank in range(world_size)]
+        late = [rank for rank, code in enumerate(ended.codes) if code == -signal.SIGKILL] if ended.is_late else []
+        failures = [f"rank {rank} ended with {ended.codes[rank]}" for rank in ended.failed_first if rank not in late]
+        failures += [f"rank {rank} passed the deadline" for rank in late]
+        assert not failures, "; ".join(failures) + "".join(
+            f"\n--- rank {rank} ---\n{logs[rank].read_text(errors='replace')[-4000:]}"
+            for rank in {*ended.failed_first, *late}
         )
         return logs[0].read_text(errors="replace")
+
+
+def _environment() -> dict[str, str]:
+    environment = os.environ | RANK_ENVIRONMENT
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process compiles all of Megatron again
+    return environment
+
+
+def _fork(job: dict[str, Any]) -> Ended:
+    program = _forking_program()
+    assert program.stdin is not None and program.stdout is not None
+    program.stdin.write(json.dumps(job | {"environment": job["environment"] | {"CUDA_VISIBLE_DEVICES": ""}}) + "\n")
+    program.stdin.flush()
+    return Ended(**json.loads(program.stdout.readline()))
+
+
+@functools.cache
+def _forking_program() -> subprocess.Popen[str]:
+    """One for all tests; it ends with this process."""
+    command = [sys.executable, "-m", "tests.distributed.forks"]
+    environment = _environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    program = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None and program.stdout.readline() == "ready\n"
+    return program
+
+
+def _spawn(job: dict[str, Any]) -> Ended:
+    """Forks would share the parent's CUDA context, and have the CPU's modules."""
+    command = [sys.executable, __file__, job["path"], job["name"], *job["arguments"]]
+    ranks = []
+    try:
+        for rank in range(job["world_size"]):
+            with Path(f"{job['log']}.rank{rank}").open("wb") as output:
+                own = job["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT))
+        return _wait(ranks, time.monotonic() + job["timeout_seconds"])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def end_model_parallel() -> None:
@@ -84,17 +126,14 @@ def end_model_parallel() -> None:
     gc.collect()
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> str:
-    """Wait for all ranks; a description of what went wrong, empty if nothing did."""
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> Ended:
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
-        if failed:
-            return "; ".join(failed)
-        if None not in codes:
-            return ""
-        if time.monotonic() > deadline:
-            return "; ".join(f"rank {rank} passed the deadline" for rank, code in enumerate(codes) if code is None)
+        failed = [rank for rank, code in enumerate(codes) if code]
+        is_late = time.monotonic() > deadline
+        if failed or is_late or None not in codes:
+            ended = [-signal.SIGKILL if code is None else code for code in codes]
+            return Ended(codes=ended, failed_first=failed, is_late=is_late)
         time.sleep(0.05)
 
 
