@@ -1,6 +1,6 @@
 """How much memory a training rank needs, from the configuration and the model's sizes alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_a3po.config.activations import layer_activation_bytes
@@ -56,6 +56,11 @@ class MemoryEstimate:
     """What the output layer needs beside its weight: the logits and their gradient, or tiles of them and sums"""
     host: int
     """In host memory: the optimizer's state if it is offloaded, and the weights of a reference policy"""
+    saving: int
+    """On the device while a checkpoint is made, between steps, on the fullest rank at that time; no part of `total`"""
+    saving_host: int
+    """In host memory while a checkpoint is made or loaded, beside `host`: masters and moments of all parameters of a
+    rank, not of its shard of them alone. Left out: up to two copies of one of the three in passing."""
 
     @property
     def total(self) -> int:
@@ -64,8 +69,11 @@ class MemoryEstimate:
 
 def estimate_memory(config: RunConfig, architecture: Architecture, world_size: int) -> MemoryEstimate:
     """Of the fullest rank. `config` must fit the model and `world_size`, as the checks of `load_config` find."""
-    stages = range(config.parallel.pipeline)
-    return max((_estimate_stage(config, architecture, world_size, stage) for stage in stages), key=lambda it: it.total)
+    pipeline = config.parallel.pipeline
+    stages = [_estimate_stage(config, architecture, world_size, stage) for stage in range(pipeline)]
+    fullest = max(stages, key=lambda it: it.total)
+    saving, host = max(it.saving for it in stages), max(it.saving_host for it in stages)
+    return replace(fullest, saving=saving, saving_host=host)
 
 
 def rank_parameters(parallel: ParallelConfig, architecture: Architecture, stage: int) -> RankParameters:
@@ -114,12 +122,14 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
         "logits": "with the tiles that they are computed in" if estimate.logits else "on the last stage only",
         "total": "",
         "host": "host memory",
+        "saving": "while a checkpoint is made: of the fullest rank then",
+        "saving_host": "host memory of a rank while a checkpoint is made or loaded",
     }
     lines = [f"memory of a rank of pipeline stage {estimate.stage}, the fullest (estimate)"]
     for name, note in notes.items():
         size = getattr(estimate, name)
         if name != "host" or size:
-            lines.append(f"  {name:<12}{readable_bytes(size):>12}  {note}".rstrip())
+            lines.append(f"  {name.replace('_', ' '):<12}{readable_bytes(size):>12}  {note}".rstrip())
     return lines
 
 
@@ -131,18 +141,22 @@ def _estimate_stage(config: RunConfig, architecture: Architecture, world_size: i
     logits = _output_layer_bytes(config, architecture)
     in_flight = _chunks_in_flight(parallel, stage) / parallel.virtual_pipeline
     offload, with_reference = config.optimizer.offload, config.algorithm.kl_coefficient > 0
+    gradients = _FLOAT32 * parameters.total
+    gathered = _gathered_for_checkpoint(config, parameters, world_size, stage)
     return MemoryEstimate(
         stage=stage,
         parameters=parameters,
         output_layer=choose_output_layer(config, architecture),
         microbatches_in_flight=in_flight,
         weights=weights,
-        gradients=_FLOAT32 * parameters.total,
+        gradients=gradients,
         optimizer=0 if offload else state,
         activations=_activations(config, architecture, stage),
         logits=logits if stage == parallel.pipeline - 1 else 0,
         # The reference's weights, and the policy's own while the reference is in their place.
         host=(state if offload else 0) + (2 * weights if with_reference else 0),
+        saving=weights + gradients + (0 if offload else state) + gathered,
+        saving_host=3 * _FLOAT32 * parameters.total,
     )
 
 
@@ -161,11 +175,24 @@ def _weights(config: RunConfig, parameters: RankParameters) -> int:
 
 def _optimizer_state(config: RunConfig, parameters: RankParameters, world_size: int) -> int:
     """Two moments in float32 and, unless the weights are float32 themselves, a master; one shard of them."""
-    parallel = config.parallel
-    replicas = world_size // (parallel.tensor * parallel.pipeline)  # data x context
-    expert_replicas = world_size // (parallel.expert * parallel.pipeline)
+    replicas, expert_replicas = _replicas(config.parallel, world_size)
     each = _FLOAT32 * (2 if config.precision == "fp32" else 3)
     return each * (-(-parameters.dense // replicas) + -(-parameters.experts // expert_replicas))
+
+
+def _replicas(parallel: ParallelConfig, world_size: int) -> tuple[int, int]:
+    """How many ranks share a stage's dense parameters (data x context), and how many its experts."""
+    return world_size // (parallel.tensor * parallel.pipeline), world_size // (parallel.expert * parallel.pipeline)
+
+
+def _gathered_for_checkpoint(config: RunConfig, parameters: RankParameters, world_size: int, stage: int) -> int:
+    """Megatron gathers masters, then either moment, from all replicas, each bucket of gradients on the device."""
+    if config.parallel.overlap and stage == 0 and config.parallel.virtual_pipeline == 1:
+        return 0  # in small buckets; elsewhere all gradients of a model chunk are one
+    chunks = config.parallel.virtual_pipeline
+    held = zip((parameters.dense, parameters.experts), _replicas(config.parallel, world_size), strict=True)
+    # And this rank's shard of it.
+    return max(_FLOAT32 * (size + size // replicas) // chunks for size, replicas in held)
 
 
 def _activations(config: RunConfig, architecture: Architecture, stage: int) -> int:

@@ -219,13 +219,32 @@ def test_the_table_names_every_use_and_its_sum() -> None:
     lines = memory_table(estimate(QWEN3_8B, 4, "parallel.tensor=2", "parallel.pipeline=2"))
 
     assert [line.split()[0] for line in lines[1:]] == [
-        *("weights", "gradients", "optimizer", "activations", "logits", "total"),
+        *("weights", "gradients", "optimizer", "activations", "logits", "total", "saving", "saving"),
     ]
     assert lines[0] == "memory of a rank of pipeline stage 0, the fullest (estimate)"
     assert lines[1] == "  weights         3.81 GiB  2.0 billion parameters"
-    assert lines[-1] == "  total          53.19 GiB"
+    assert lines[6] == "  total          53.19 GiB"
+    assert lines[8] == "  saving host    22.89 GiB  host memory of a rank while a checkpoint is made or loaded"
     offloaded = memory_table(estimate(QWEN3_8B, 1, "optimizer.offload=true"))
-    assert offloaded[-1].split() == ["host", "91.54", "GiB", "host", "memory"]
+    assert offloaded[-3].split() == ["host", "91.54", "GiB", "host", "memory"]
+
+
+def test_a_checkpoint_gathers_the_optimizer_on_every_rank() -> None:
+    """Twelve bytes per parameter of a rank in host memory, and of one bucket four on the device, with its shard."""
+    layout = ("parallel.tensor=2", "parallel.pipeline=2")
+    two_stages, architecture = estimate(QWEN3_8B, 16, *layout), read_architecture(QWEN3_8B)
+    parameters = [rank_parameters(run(*layout).parallel, architecture, stage).total for stage in (0, 1)]
+
+    assert two_stages.saving_host == 12 * max(parameters)
+    held = [6 * size + 12 * size // 4 for size in parameters]
+    assert two_stages.saving == max(held[0], held[1] + 4 * parameters[1] + parameters[1]), "small buckets on stage 0"
+    one_stage = estimate(QWEN3_8B, 4)
+    assert one_stage.saving == one_stage.weights + one_stage.gradients + one_stage.optimizer
+    without = estimate(QWEN3_8B, 4, "parallel.overlap=false")
+    assert without.saving == one_stage.saving + 5 * one_stage.parameters.total
+    experts = estimate(GLM, 16, "parallel.expert=4", "parallel.overlap=false")
+    kept = experts.weights + experts.gradients + experts.optimizer
+    assert experts.saving == kept + 4 * experts.parameters.experts * 5 // 4
 
 
 def saved_bytes_per_token(family: str, sizes: dict[str, Any], layers: int) -> int:
