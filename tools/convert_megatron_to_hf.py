@@ -38,7 +38,7 @@ if __name__ == "__main__":
         "--model", type=Path, help="Hugging Face folder with config.json and tokenizer; default: what the source names"
     )
     parser.add_argument(
-        "--fp8", choices=["blockwise"], help="linear weights in FP8 with one scale per 128 x 128, as servers load them"
+        "--fp8", choices=["blockwise"], help="linear weights in FP8 with one scale per 128 x 128; not gpt-oss"
     )
     parser.add_argument(
         "--verify", action="store_true", help="convert back and compare every bit, and the logits on random tokens"

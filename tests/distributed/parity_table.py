@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.distributed.conversion_cases import ALL as CONVERSIONS
-from tests.distributed.conversion_cases import run_conversions
+from tests.distributed.conversion_cases import ALL_ON_MANY_RANKS, run_conversions, run_conversions_in_turn
 from tests.distributed.launch import ROOT
 from tests.distributed.parity import LIMITS, WORLD_SIZE, Case, Difference, layout_title, run_parity
 from tests.distributed.parity_cases import ALL
@@ -32,10 +32,13 @@ _CONVERSION_HEAD = """
 ## Conversion
 
 Four processes convert a Hugging Face folder to Megatron's weights; a run in the layout starts from them and saves a
-checkpoint; they convert that back to a Hugging Face folder.
+checkpoint; they convert that back to a Hugging Face folder. Layouts of eight and sixteen ranks are those of one process
+that is each rank in turn, with process groups in which nobody answers: each builds its part of the model and loads it
+as a run does, and writes what Megatron says is its own to write; Megatron's check that all ranks together hold every
+element once is made over what they held. Training in these layouts is not compared.
 
-| model | layouts of the checkpoint | tensors in which any bit differs |
-|---|---|---|
+| model | layouts of the checkpoint | of more ranks, in turn | tensors in which any bit differs |
+|---|---|---|---|
 """
 
 
@@ -61,14 +64,16 @@ def main() -> int:
 def _conversions() -> tuple[list[str], int]:
     """(rows, how many tensors differed)"""
     with tempfile.TemporaryDirectory() as folder:
-        found = run_conversions(CONVERSIONS, Path(folder), timeout_seconds=2400)
+        together = run_conversions(CONVERSIONS, Path(folder, "together"), timeout_seconds=2400)
+        in_turn = run_conversions_in_turn(ALL_ON_MANY_RANKS, Path(folder, "in_turn"), timeout_seconds=600)
     rows = []
     for family in CONVERSIONS:
-        cases = [case for case in found if case["family"] == family]
-        layouts = ", ".join(layout_title(case["layout"]) for case in cases)
-        rows.append(f"| {family} | {layouts} | {sum(len(case['different']) for case in cases)} |")
+        cases = [[case for case in found if case["family"] == family] for found in (together, in_turn)]
+        layouts = [", ".join(layout_title(case["layout"]) for case in some) for some in cases]
+        different = sum(len(case["different"]) for some in cases for case in some)
+        rows.append(f"| {family} | {' | '.join(layouts)} | {different} |")
         print(rows[-1], flush=True)
-    return rows, sum(len(case["different"]) for case in found)
+    return rows, sum(len(case["different"]) for case in together + in_turn)
 
 
 def _row(case: Case, difference: Difference) -> str:
