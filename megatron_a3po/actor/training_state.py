@@ -150,11 +150,43 @@ def _sharded_state(model: PolicyModel, optimizer: PolicyOptimizer, *, is_loading
     }
     sharded = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model)}
     of_model = sharded if len(model.chunks) > 1 else sharded["model"]
+    for part in _parts(optimizer):
+        original = type(part).get_parameter_state_dp_zero.__get__(part)
+        part.get_parameter_state_dp_zero = _with_gaps(original, part.buffers)
     state = optimizer.megatron.sharded_state_dict(of_model, is_loading=is_loading, metadata=metadata)
     parts = [state] if len(optimizer.megatron.chained_optimizers) == 1 else [state[key] for key in sorted(state)]
     # Masters and moments, by the parameters' names. Not the parameter groups, which are the configuration's: where
     # experts have an optimizer of their own, they would fit no layout in which they have none.
     return sharded | {"optimizer": {str(number): part["param_state"] for number, part in enumerate(parts)}}
+
+
+def _with_gaps(original: Callable[..., Any], buffers: list[Any]) -> Callable[..., Any]:
+    """Megatron gathers buckets without the padding between them, and then looks for parameters where they are with it.
+
+    Behind a padded bucket it would save other parameters' values, or zeros, under a parameter's name.
+    """
+
+    def gather(**arguments: Any) -> Any:
+        gathered = original(**arguments)
+        for number, buffer in enumerate(buffers):
+            for tensors in gathered[number].values():
+                for key in tensors.keys() - {"numel_unpadded"}:
+                    tensors[key] = _spread(tensors[key], buffer)
+        return gathered
+
+    return gather
+
+
+def _spread(unpadded: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """[numel_unpadded] to [numel]: each bucket to its place in the buffer."""
+    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+    starts = [bucket.offset for bucket in buffer.buckets]
+    if starts == [sum(sizes[:number]) for number in range(len(sizes))]:
+        return unpadded
+    spread = unpadded.new_zeros(buffer.numel)
+    for start, values in zip(starts, unpadded.split(sizes), strict=True):
+        spread[start : start + len(values)] = values
+    return spread
 
 
 def _adam_steps(optimizer: PolicyOptimizer) -> int:
