@@ -270,12 +270,12 @@ def _dry_run(recipe: Recipe, node: Node, overrides: Sequence[str]) -> int:
         print(_first(recipe.megatron_model, _conversion(recipe)))
     for line in describe_run(config, load_architecture(config.model), node.world_size):
         print(line)
-    print(f"on each node: python {shlex.join(_launch_command(recipe, config, node, overrides))}")
     print(f"on each rank: python -m megatron_a3po {shlex.join(['train', '--config', recipe.config, *overrides])}")
     try:
+        print(f"on each node: python {shlex.join(_launch_command(recipe, config, node, overrides))}")
         _check_gpus(config, node)
     except ConfigError as error:
-        print(f"not checked, for want of GPUs here: {error}")
+        print(f"this machine is no such node: {error}")
     for line in try_datasets(config):
         print(line)
     print("nothing is wrong with the configuration, the model's folder and the datasets")
