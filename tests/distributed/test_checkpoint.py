@@ -12,13 +12,15 @@ from tests.distributed.parity import Case
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 _TP2_PP2 = {"tensor": 2, "pipeline": 2}
+_PP2_DP2 = {"pipeline": 2}
 _SCHEDULE = {"optimizer": {"schedule": "cosine", "warmup_steps": 4, "learning_rate": 1e-3, "adam_eps": 1e-8}}
+_BF16 = {"precision": "bf16"}
 MATRIX = {
     "dense": [
         Case(parallel=_TP2_PP2, settings=_SCHEDULE),
         Case(parallel=_TP2_PP2, settings=_SCHEDULE),
         Case(parallel={}, settings=_SCHEDULE),
-        Case(parallel={"tensor": 2}, settings=_SCHEDULE),
+        Case(parallel=_PP2_DP2, settings=_SCHEDULE),
         Case(parallel={"pipeline": 2, "virtual_pipeline": 2}, settings=_SCHEDULE),
         Case(parallel={"context": 2, "tensor": 2}, settings=_SCHEDULE),
     ],
@@ -26,18 +28,22 @@ MATRIX = {
         Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
         Case(family="qwen3_moe", parallel={"tensor": 2, "expert": 2}),
         Case(family="qwen3_moe", parallel={"expert": 4}),
-        Case(family="qwen3_moe", parallel={"pipeline": 2}),
+        Case(family="qwen3_moe", parallel=_PP2_DP2),
     ],
     "latent attention": [
-        Case(family="deepseek_v3", parallel={"pipeline": 2}),
-        Case(family="deepseek_v3", parallel={"pipeline": 2}),
+        Case(family="deepseek_v3", parallel=_PP2_DP2),
+        Case(family="deepseek_v3", parallel=_PP2_DP2),
         Case(family="deepseek_v3", parallel={"tensor": 2, "expert": 2}),
     ],
     "bf16": [
-        Case(parallel=_TP2_PP2, settings={"precision": "bf16"}),
-        Case(parallel=_TP2_PP2, settings={"precision": "bf16"}),
+        Case(parallel=_TP2_PP2, settings=_BF16),
+        Case(parallel=_TP2_PP2, settings=_BF16),
+        Case(parallel={}, settings=_BF16),
+        Case(parallel=_PP2_DP2, settings=_BF16),
     ],
 }
+LIMITS = {"dense": 1e-6, "experts": 1e-6, "latent attention": 2e-6, "bf16": 2e-2}
+"""Rounding of sums in another order: up to 6e-7, 9e-7 with latent attention, and 7e-3 in bf16"""
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -47,13 +53,21 @@ def test_a_run_goes_on_from_its_checkpoint_in_any_layout(name: str, tmp_path: Pa
     assert same_layout == never_stopped, "metrics, weights or random numbers differ in some bit"
     assert len(never_stopped["metrics"]) == STEPS_AFTER
     for other in others:
-        assert _largest_difference(other, never_stopped) <= 1e-5
+        assert other["altered"] == [], "weights, masters or moments came back otherwise"
+        assert _of_metrics(other, never_stopped) <= LIMITS[name]
+        assert _of_weights(other, never_stopped) <= LIMITS[name]
 
 
-def _largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Relative to the metric, over all steps."""
+def _of_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference over all steps, relative to the metric."""
     return max(
         abs(mine[name] - value) / max(abs(value), 0.1)
         for mine, other in zip(ours["metrics"], theirs["metrics"], strict=True)
         for name, value in other.items()
     )
+
+
+def _of_weights(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference of a tensor's product with random numbers, relative to its norm, after the last step."""
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    return max(abs(ours["weights"][name][0] - product) / norm for name, (product, norm) in theirs["weights"].items())
