@@ -210,12 +210,17 @@ def test_several_nodes_need_an_address_that_others_reach(
     (readable / "models" / "Qwen3-8B-megatron" / "weights").mkdir(parents=True)
     (readable / "models" / "Qwen3-8B-megatron" / "weights" / ".metadata").touch()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    for arguments in (["--dry-run"], []):
-        assert run_node(RECIPE, arguments) == 2
+    for arguments, code in ((["--dry-run"], 0), ([], 2)):
+        assert run_node(RECIPE, arguments) == code
         output = capsys.readouterr().out
-        assert said in output and "set NODE_ADDRESS" in output
+        assert (
+            said in output
+            and "set NODE_ADDRESS" in output
+            and ("this machine is no such node" in output) == (code == 0)
+        )
     monkeypatch.setenv("NODE_ADDRESS", "127.0.0.2")
     assert run_node(RECIPE, ["--dry-run"]) == 0
+    assert "no such node" not in capsys.readouterr().out
     torchrun_says(monkeypatch, RANK=0, LOCAL_RANK=0, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4)
     assert run_node(RECIPE, ["--dry-run"]) == 0
 
