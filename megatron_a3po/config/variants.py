@@ -65,6 +65,9 @@ def unbuilt_variants(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]
     if described.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok", 1, "a router for at least 2"
     yield from _groups_of_experts(described)
+    # By their shape alone megatron-bridge tells whether the experts' weights are stored the other way round.
+    if name == "GptOssForCausalLM" and described.get("hidden_size") == 2 * described.get("intermediate_size", 0):
+        yield "hidden_size", described["hidden_size"], "other than twice intermediate_size"
     kinds = described.get("layer_types")
     if name == "GptOssForCausalLM" and isinstance(kinds, list):
         alternating = ["sliding_attention", "full_attention"] * len(kinds)

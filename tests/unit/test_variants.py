@@ -54,6 +54,11 @@ def test_published_variants_are_built(family: str, fields: dict[str, Any]) -> No
         ("Llama", {"mlp_bias": True}, ("mlp_bias", True, "False")),
         ("Llama", {"rope_parameters": LLAMA_3_1 | {"low_freq_factor": 2.0}}, ("low_freq_factor", 2.0, "1.0")),
         ("Qwen3Moe", {"decoder_sparse_step": 2}, ("decoder_sparse_step", 2, "1")),
+        (
+            "GptOss",
+            {"hidden_size": 64, "intermediate_size": 32},
+            ("hidden_size", 64, "other than twice intermediate_size"),
+        ),
         ("Qwen3Moe", {"mlp_only_layers": [0]}, ("mlp_only_layers", [0], "[]")),
         ("Glm4Moe", {"n_shared_experts": 2}, ("n_shared_experts", 2, "1")),
         (
