@@ -217,7 +217,11 @@ def _torch_optimizers(optimizer: PolicyOptimizer) -> Iterator[tuple[Any, torch.o
 
 
 def _fill_empty_states(optimizer: PolicyOptimizer) -> None:
-    """Give torch's AdamW the state that it makes at its first step: Megatron saves and loads only one that exists."""
+    """Give an Adam the state that it makes at its first step: Megatron saves and loads only one that exists."""
+    for distributed in _parts(optimizer):
+        # Of the fused ones. The one on the host has no such function, and could only make a step of noise.
+        if not isinstance(distributed.optimizer, torch.optim.AdamW) and distributed.init_state_fn is not None:
+            distributed.init_state_fn(distributed.optimizer, distributed.config)
     for distributed, adam in _torch_optimizers(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:

@@ -22,27 +22,32 @@ class RunRecorder:
     """Use on rank 0; on other ranks every method does nothing."""
 
     def __init__(self, config: RunConfig, *, rank: int, timer: PhaseTimer, resumed_step: int = 0) -> None:
-        """Rows of steps after `resumed_step`, of a course that the run does not continue, are taken out."""
         self._run_dir = config.run_dir
         self._num_steps = config.num_steps
         self._timer = timer
         self._zero_variance_alarm_steps = config.algorithm.zero_variance_alarm_steps
         self._zero_variance_steps = 0
         self._resumed_step = resumed_step
+        self._rank = rank
         self._writer: MetricsWriter | None = None
-        if rank == 0:
-            truncate_metrics(self._run_dir, resumed_step if resumed_step > 0 else -1)
-            self._writer = MetricsWriter(self._run_dir, first_step=resumed_step + 1 if resumed_step > 0 else 0)
         self._start = time.perf_counter()
         self._step_start = self._start
 
     def message(self, text: str) -> None:
         """Progress outside steps."""
-        if self._writer is not None:
+        if self._rank == 0:
             logger.info("%6.1f s  %s", time.perf_counter() - self._start, text)
 
     def start(self, metrics: Mapping[str, float], evaluation: Mapping[str, float] | None) -> None:
-        """Record the state before training as step 0, or say where a resumed run, which has no evaluation, goes on."""
+        """Record the state before training as step 0, or say where a resumed run, which has no evaluation, goes on.
+
+        Rows of steps after the resumed one, of a course that the run does not continue, are taken out: now that the
+        checkpoint is loaded.
+        """
+        if self._rank == 0:
+            resumed = self._resumed_step > 0
+            truncate_metrics(self._run_dir, self._resumed_step if resumed else -1)
+            self._writer = MetricsWriter(self._run_dir, first_step=self._resumed_step + 1 if resumed else 0)
         if evaluation is not None:
             self.step(0, {**metrics, **evaluation})
             return

@@ -189,7 +189,7 @@ def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_else
         timer = PhaseTimer()
         recorder = RunRecorder(configuration(run, num_steps=1), rank=rank, timer=timer)
         recorder.message("starting")
-        recorder.step(0, {"eval_accuracy": 0.25})
+        recorder.start({}, {"eval_accuracy": 0.25})
         with timer.phase("train"):
             pass
         more = {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "eval_accuracy": 0.5} | {
@@ -245,6 +245,7 @@ def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other
     monkeypatch.setattr(logging.getLogger("megatron_a3po"), "propagate", True)
     config = configuration(run, num_steps=9, algorithm={"zero_variance_alarm_steps": 3})
     recorder = RunRecorder(config, rank=0, timer=PhaseTimer())
+    recorder.start({}, {"eval_accuracy": 0.25})
     common = {name: value for name, value in ROWS[1].items() if name != "step"}
     common |= {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "num_groups": 4}
     for step, equal_groups in enumerate([4, 4, 3, 4, 4, 4, 4], 1):
@@ -258,6 +259,7 @@ def test_a_resumed_run_has_every_step_once(run: Path) -> None:
         "".join(json.dumps({"step": step, "eval_accuracy": 0.5}) + "\n" for step in range(6))
     )
     recorder = RunRecorder(configuration(run, num_steps=9), rank=0, timer=PhaseTimer(), resumed_step=3)
+    assert len(read_metrics(run)) == 6, "the checkpoint is not loaded yet"
     recorder.start({}, None)
     common = {name: value for name, value in ROWS[1].items() if name != "step"}
     common |= {
