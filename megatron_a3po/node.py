@@ -235,6 +235,8 @@ class _Launcher:
         self._ended = threading.Event()
 
     def __enter__(self) -> None:
+        # By which `_watch` ends the run; what a script has started in the background begins without.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # A session of its own: Ctrl-C reaches the run, which ends the servers when it needs them no longer.
         self._process = subprocess.Popen(
             [sys.executable, *self._command], env=_environment(), preexec_fn=die_with_parent, start_new_session=True

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +262,9 @@ def test_the_end_of_the_launcher_ends_the_run(tmp_path: Path) -> None:
         "with node._Launcher(['-c', 'import sys; sys.exit(4)']):\n    time.sleep(60)\n"
     )
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ignoring = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=ignoring)
     assert "the rollout servers' launcher ended with exit code 4, and so does the run" in done.stdout
     assert "KeyboardInterrupt" in done.stderr and time.monotonic() - start < 50
 

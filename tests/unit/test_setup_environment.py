@@ -77,6 +77,8 @@ class Sandbox:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # Else ignored where the tests themselves are in the background of a script.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, kind: str = "cpu", **variables: str) -> tuple[int, str]:
