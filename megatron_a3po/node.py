@@ -293,5 +293,5 @@ def _placement(recipe: Recipe, node: Node) -> Iterator[str]:
         first = number * node.local_world_size
         yield (
             f"node {number}: training ranks {first} to {first + node.local_world_size - 1}, and "
-            f"{recipe.servers_per_node} rollout servers on the GPUs from number {node.local_world_size} on"
+            f"{recipe.servers_per_node} rollout server{'s' * (recipe.servers_per_node > 1)}"
         )

@@ -19,10 +19,37 @@ import yaml
 PHASES = ("wait", "train", "publish", "verify", "evaluate")
 
 
-def settings(run_dir: Path) -> str:
-    """The name of the row."""
+NOT_COMPARED = ("seed", "run_dir", "rollout.servers")
+
+
+def settings(run_dir: Path) -> dict[str, str]:
+    """By key, but for what runs of one row may differ in."""
     config = yaml.safe_load((run_dir / "config.resolved.yaml").read_text(encoding="utf-8"))
-    return f"max_staleness={config['max_staleness']} proximal={config['proximal']}"
+    return {key: value for key, value in flat(config).items() if key not in NOT_COMPARED}
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: str(value)}
+    return found
+
+
+def group_runs(run_dirs: list[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Summaries by the name of their row: the staleness, the proximal policy, and what else is not the same in all."""
+    runs = []
+    for run_dir in run_dirs:
+        try:
+            runs.append((settings(run_dir), json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            print(f"left out: {run_dir} is not a finished run ({error.filename} is missing)", file=sys.stderr)
+    everything = {key for config, _ in runs for key in config}
+    differing = {key for key in everything if len({config.get(key) for config, _ in runs}) > 1}
+    named = ["max_staleness", "proximal", *sorted(differing - {"max_staleness", "proximal"})]
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for config, summary in runs:
+        groups[" ".join(f"{key}={config.get(key)}" for key in named)].append(summary)
+    return groups
 
 
 def over_seeds(values: list[float], form: str) -> str:
@@ -51,13 +78,10 @@ def row(name: str, summaries: list[dict[str, Any]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", type=Path)
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run_dir in parser.parse_args().run_dirs:
-        try:
-            groups[settings(run_dir)].append(json.loads((run_dir / "summary.json").read_text(encoding="utf-8")))
-        except FileNotFoundError as error:
-            print(f"error: {run_dir} is not a finished run ({error.filename} is missing)", file=sys.stderr)
-            return 2
+    groups = group_runs(parser.parse_args().run_dirs)
+    if not groups:
+        print("error: none of these is a finished run", file=sys.stderr)
+        return 2
     header = ["settings", "seeds", "accuracy before", "after", "seconds", *(f"{phase} [s/step]" for phase in PHASES)]
     header += ["proximal share of training", "largest log-prob difference", "oldest token"]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))

@@ -50,7 +50,7 @@ DATA: dict[str, Any] = {
 }
 TASK = TaskSpec(name=DATA["task"], options=DATA["task_options"])
 
-RECORD_FILE = "warm_start.json"
+RECORD_FILE = ".warm_start.json"
 FOLDER_FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     RECORD_FILE,
@@ -73,7 +73,7 @@ class WarmStartSettings(BaseModel):
 
 
 class WarmStartRecord(BaseModel):
-    """What `warm_start.json` in the model folder says."""
+    """What `.warm_start.json` in the model folder says."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

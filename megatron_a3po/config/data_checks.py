@@ -35,13 +35,14 @@ def _origin(data: DataConfig) -> Iterator[Mistake]:
         yield Mistake("data", None, "there are no prompts", remedy)
         return
     if data.task is not None and data.path is not None:
-        remedy = "remove one of them"
+        remedy = "remove one of them, or set it to null where it comes from `base:`"
         yield Mistake("data.path", str(data.path), "there is data.task as well", remedy, ("data.task",))
         return
     unused, owner = (_TASK_KEYS, "data.task") if data.task is None else (_DATASET_KEYS, "data.path")
     for key in unused:
         if getattr(data, key) != DataConfig.model_fields[key].default:
-            yield Mistake(f"data.{key}", getattr(data, key), f"does nothing without `{owner}`", "remove this key")
+            remedy = "remove this key, or set it to null where it comes from `base:`"
+            yield Mistake(f"data.{key}", getattr(data, key), f"does nothing without `{owner}`", remedy)
     if data.path is not None:
         yield from _path("data.path", data.path)
 

@@ -13,7 +13,6 @@ from megatron_a3po.config.estimate import (
 from megatron_a3po.config.schema import RunConfig
 
 _FACTORS = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"))
-_BF16 = 2
 
 
 def describe_training(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
@@ -58,9 +57,10 @@ def num_servers(config: RunConfig) -> int:
 def _servers(config: RunConfig, architecture: Architecture) -> Iterator[str]:
     number, tensor = num_servers(config), config.rollout.server_tensor_parallel
     where = config.rollout.servers if isinstance(config.rollout.servers, str) else ", ".join(config.rollout.servers)
-    weights = readable_bytes(architecture.num_parameters * _BF16 // tensor)
+    name, nbytes = ("float32", 4) if config.precision == "fp32" else ("bf16", 2)
+    weights = readable_bytes(architecture.num_parameters * nbytes // tensor)
     servers = f"{number} server{'s' * (number > 1)} ({where})"
-    yield f"rollouts: {servers} x TP{tensor}, {weights} of bf16 weights on each rank"
+    yield f"rollouts: {servers} x TP{tensor}, {weights} of {name} weights on each rank"
 
 
 def _layout(config: RunConfig, world_size: int) -> str:

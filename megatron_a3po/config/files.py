@@ -93,8 +93,11 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """Mappings key by key; null for one takes all of it back, and a list replaces a list."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)
+        elif value is None and isinstance(into.get(key), dict):
+            del into[key]
         else:
             into[key] = value

@@ -24,7 +24,8 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        remedy = "give a Hugging Face model folder; `python tools/make_tiny_model.py` makes a tiny one"
+        remedy = "give a Hugging Face model folder: docs/production.md downloads some, and tools/make_tiny_model.py "
+        remedy += "makes a tiny one"
         raise UnreadableModel(folder, "no config.json there", remedy) from None
     except (OSError, ValueError, RecursionError) as error:
         problem = f"its config.json cannot be read ({error})"

@@ -30,6 +30,7 @@ class RunRecorder:
         self._resumed_step = resumed_step
         self._rank = rank
         self._writer: MetricsWriter | None = None
+        self._earlier_seconds = 0.0
         self._start = time.perf_counter()
         self._step_start = self._start
 
@@ -47,6 +48,7 @@ class RunRecorder:
         if self._rank == 0:
             resumed = self._resumed_step > 0
             truncate_metrics(self._run_dir, self._resumed_step if resumed else -1)
+            self._earlier_seconds = _seconds_so_far(read_metrics(self._run_dir)) if resumed else 0.0
             self._writer = MetricsWriter(self._run_dir, first_step=self._resumed_step + 1 if resumed else 0)
         if evaluation is not None:
             self.step(0, {**metrics, **evaluation})
@@ -62,7 +64,7 @@ class RunRecorder:
         if self._writer is None:
             return
         row = dict(metrics)
-        row |= {"seconds": elapsed, "wall_seconds": now - self._start}
+        row |= {"seconds": elapsed, "wall_seconds": self._earlier_seconds + now - self._start}
         row |= {f"seconds/{name}": value for name, value in seconds.items()}
         if step == 0:
             self.message(f"version 0 is published; held-out accuracy before training {metrics['eval_accuracy']:.3f}")
@@ -90,7 +92,7 @@ class RunRecorder:
             return
         self._writer.close()
         rows = read_metrics(self._run_dir)
-        summary = summarize_run(rows, ledger, wall_seconds=time.perf_counter() - self._start)
+        summary = summarize_run(rows, ledger, wall_seconds=self._earlier_seconds + time.perf_counter() - self._start)
         write_durably(self._run_dir / _SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
         write_report(self._run_dir)
         logger.info(
@@ -117,6 +119,11 @@ def complete_run(run_dir: Path) -> None:
     if _summarized_steps(file) != summary["num_steps"]:
         write_durably(file, json.dumps(summary, indent=2) + "\n")
     write_report(run_dir)
+
+
+def _seconds_so_far(rows: list[dict[str, Any]]) -> float:
+    """Of the processes that made these steps, each from its start to its last one."""
+    return max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)
 
 
 def _summarized_steps(file: Path) -> int | None:

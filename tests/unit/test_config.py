@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_a3po.config import RunConfig, known_keys, load_config, to_yaml
+from megatron_a3po.config.files import read_yaml
 from megatron_a3po.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -339,3 +340,11 @@ def test_reading_a_configuration_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert (done.stdout.strip(), done.returncode) == ("set()", 0), done.stderr
+
+
+def test_null_in_a_file_takes_back_a_mapping_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {task: x, task_options: {a: 1, b: 2}}\nrollout: {group_size: 4}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "base: base.yaml\ndata: {task: null, task_options: null, path: p}\nrollout: null\n"
+    )
+    assert read_yaml(tmp_path / "mine.yaml") == ({"data": {"task": None, "path": "p"}}, [])

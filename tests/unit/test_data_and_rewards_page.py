@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from megatron_a3po.algorithm.accuracy import confidence_interval
-from megatron_a3po.config import DataConfig, EvaluationConfig, EvaluationDataset, RewardConfig
+from megatron_a3po.config import DataConfig, EvaluationConfig, EvaluationDataset, RewardConfig, RunConfig
+from megatron_a3po.config.files import read_yaml
 from megatron_a3po.data.rows import SCHEMAS, BadRow
 from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.rewards import answers
@@ -17,7 +18,8 @@ from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
 from megatron_a3po.rollout.rewards.samples import FailureKind, Sample
 from megatron_a3po.rollout.rewards.scorers import ScorerSpec
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
 
 
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -27,8 +29,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_settings_are_valid() -> None:
-    of_data, of_evaluation = blocks("yaml")
+def test_the_settings_are_valid(tmp_path: Path) -> None:
+    mine, of_data, of_evaluation = blocks("yaml")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "my.yaml").write_text(mine, encoding="utf-8")
+    values, mistakes = read_yaml(tmp_path / "my.yaml")
+    config = RunConfig.model_validate(values)
+    assert mistakes == [] and (config.data.path, config.data.task) == (Path("my.jsonl"), None)
+    assert (config.device, config.parallel.tensor, config.num_steps) == ("cpu", 2, 20)
     data = DataConfig(**yaml.safe_load(of_data)["data"])
     assert data.columns == {"prompt": "problem", "answer": "solution", "id": "meta.uid", "level": "meta.level"}
     evaluation = EvaluationConfig(**yaml.safe_load(of_evaluation)["evaluation"])

@@ -256,7 +256,9 @@ def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other
 
 def test_a_resumed_run_has_every_step_once(run: Path) -> None:
     (run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "eval_accuracy": 0.5}) + "\n" for step in range(6))
+        "".join(
+            json.dumps({"step": step, "eval_accuracy": 0.5, "wall_seconds": 100.0 * step}) + "\n" for step in range(6)
+        )
     )
     recorder = RunRecorder(configuration(run, num_steps=9), rank=0, timer=PhaseTimer(), resumed_step=3)
     assert len(read_metrics(run)) == 6, "the checkpoint is not loaded yet"
@@ -271,7 +273,9 @@ def test_a_resumed_run_has_every_step_once(run: Path) -> None:
     }
     recorder.step(4, common)
 
-    assert [row["step"] for row in read_metrics(run)] == [0, 1, 2, 3, 4]
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert 300.0 < rows[4]["wall_seconds"] < 400.0, "after those of the processes before"
 
 
 def configuration(run: Path, **settings: Any) -> RunConfig:
