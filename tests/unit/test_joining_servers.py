@@ -53,7 +53,7 @@ def test_a_new_server_receives_the_next_version_and_is_sampled_from(
     with (
         serve(first_receiver, second_receiver) as servers,
         control(servers[0].url) as receivers,
-        make_publisher(source, receivers, 5.0) as publisher,
+        make_publisher(source, receivers, 15.0) as publisher,
     ):
         first, second = (server.url for server in servers)
         run = Run(servers, receivers, publisher)
@@ -89,7 +89,7 @@ def test_a_new_server_that_cannot_take_part_stops_nobody(
     with (
         serve(first_receiver, second_receiver) as servers,
         control(servers[0].url) as receivers,
-        make_publisher(source, receivers, 3.0) as publisher,
+        make_publisher(source, receivers, 15.0) as publisher,
     ):
         first, second = (server.url for server in servers)
         run = Run(servers, receivers, publisher)
@@ -99,6 +99,6 @@ def test_a_new_server_that_cannot_take_part_stops_nobody(
         for version in (1, 2):
             start = time.monotonic()
             run.publish(version)
-            assert time.monotonic() - start < 20.0
+            assert time.monotonic() - start < 60.0
             assert sampled(run) == ({first}, {str(version)})
         assert run.quarantined == [second]

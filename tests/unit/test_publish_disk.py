@@ -55,7 +55,7 @@ def through_disk(
     disk = DiskTransport(source.plan, receivers, settings)
     if not after_group:
         return WeightPublisher(source, disk, receivers, group, timer=PhaseTimer())
-    groups = UpdateGroups(source.plan, receivers, group, run_id="disk", backend="gloo", timeout_seconds=3.0)
+    groups = UpdateGroups(source.plan, receivers, group, run_id="disk", backend="gloo", timeout_seconds=15.0)
     return WeightPublisher(source, groups, receivers, group, timer=PhaseTimer(), fallback=disk)
 
 

@@ -52,8 +52,8 @@ LEAVE = "/destroy_weights_update_group"
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "GRACE_SECONDS", 2.0)
-    monkeypatch.setattr(control_module, "GRACE_SECONDS", 2.0)
+    monkeypatch.setattr(recovery, "GRACE_SECONDS", 4.0)
+    monkeypatch.setattr(control_module, "GRACE_SECONDS", 4.0)
     monkeypatch.setattr(control_module, "_FLUSH_SECONDS", 0.001)
 
 
@@ -68,7 +68,7 @@ class Run:
         try:
             return self.publisher.publish(version)
         finally:
-            assert time.monotonic() - start < 25.0
+            assert time.monotonic() - start < 60.0
 
     def sampled(self) -> tuple[set[str], set[int]]:
         """URLs of the servers that answer requests, and the version labels of what is accepted."""
@@ -88,8 +88,9 @@ class Run:
 
 @contextmanager
 def running(
-    *receivers: Receiver | None, large: bool = False, timeout_seconds: float = 3.0, min_servers: int = 1
+    *receivers: Receiver | None, large: bool = False, timeout_seconds: float = 15.0, min_servers: int = 1
 ) -> Iterator[Run]:
+    """timeout_seconds: more than a resolver takes that does not answer; a TCPStore asks it for clients' names."""
     source = OneRank(large_tensors if large else some_tensors, 120)
     with (
         serve(*receivers) as servers,
@@ -181,7 +182,7 @@ def test_a_silent_server_is_left_out_within_the_timeout(
     first_receiver: Receiver,  # noqa: F811
     second_receiver: Receiver,  # noqa: F811
 ) -> None:
-    with after_version_zero(first_receiver, second_receiver, large=True) as run:
+    with after_version_zero(first_receiver, second_receiver, large=True, timeout_seconds=6.0) as run:
         run.servers[1].script(UPDATE, hang)
         run.publish(1)
         assert run.quarantined == [run.servers[1].url]
@@ -281,7 +282,7 @@ def test_of_three_servers_the_one_that_holds_other_weights_is_left_out() -> None
 def test_a_receiver_that_is_killed_in_a_broadcast_costs_its_server_only(
     first_receiver: Receiver,  # noqa: F811
 ) -> None:
-    with start_receiver() as mortal, after_version_zero(first_receiver, mortal, large=True) as run:
+    with start_receiver() as mortal, after_version_zero(first_receiver, mortal, large=True, timeout_seconds=6.0) as run:
 
         async def die(_: web.Request, body: Json) -> web.StreamResponse:
             mortal.kill()
