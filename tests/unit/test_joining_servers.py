@@ -99,6 +99,6 @@ def test_a_new_server_that_cannot_take_part_stops_nobody(
         for version in (1, 2):
             start = time.monotonic()
             run.publish(version)
-            assert time.monotonic() - start < 60.0
+            assert time.monotonic() - start < 45.0, "less than a silent server stays silent"
             assert sampled(run) == ({first}, {str(version)})
         assert run.quarantined == [second]
