@@ -68,8 +68,9 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`; a last line torn by a killed run is left out."""
-    return list(_rows(run_dir / "metrics.jsonl"))
+    """The rows of `metrics.jsonl`, none where no step is recorded; a last line torn by a killed run is left out."""
+    path = run_dir / "metrics.jsonl"
+    return list(_rows(path)) if path.exists() else []
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,13 @@ ROWS: list[dict[str, Any]] = [
         "seconds/evaluate": 4.0,
     },
 ]
+STEP = {name: value for name, value in ROWS[1].items() if name != "step"} | {
+    "loss_tokens": 50.0,
+    "weight_version": 1,
+    "clipped_share": 0.0,
+    "num_groups": 4,
+    "zero_variance_groups": 0,
+}
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -192,11 +199,7 @@ def test_the_recorder_writes_steps_summary_and_report_on_rank_0_and_nothing_else
         recorder.start({}, {"eval_accuracy": 0.25})
         with timer.phase("train"):
             pass
-        more = {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "eval_accuracy": 0.5} | {
-            "zero_variance_groups": 1,
-            "num_groups": 4,
-        }
-        recorder.step(1, {name: value for name, value in ROWS[1].items() if name != "step"} | more)
+        recorder.step(1, STEP | {"eval_accuracy": 0.5})
         recorder.finish(LEDGER)
         assert (run / "summary.json").exists() is (run / "report.html").exists() is (rank == 0)
     rows = read_metrics(run)
@@ -246,10 +249,8 @@ def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other
     config = configuration(run, num_steps=9, algorithm={"zero_variance_alarm_steps": 3})
     recorder = RunRecorder(config, rank=0, timer=PhaseTimer())
     recorder.start({}, {"eval_accuracy": 0.25})
-    common = {name: value for name, value in ROWS[1].items() if name != "step"}
-    common |= {"loss_tokens": 50.0, "weight_version": 1, "clipped_share": 0.0, "num_groups": 4}
     for step, equal_groups in enumerate([4, 4, 3, 4, 4, 4, 4], 1):
-        recorder.step(step, common | {"zero_variance_groups": equal_groups})
+        recorder.step(step, STEP | {"zero_variance_groups": equal_groups})
         warned = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warned) == (step >= 6)
 
@@ -263,19 +264,23 @@ def test_a_resumed_run_has_every_step_once(run: Path) -> None:
     recorder = RunRecorder(configuration(run, num_steps=9), rank=0, timer=PhaseTimer(), resumed_step=3)
     assert len(read_metrics(run)) == 6, "the checkpoint is not loaded yet"
     recorder.start({}, None)
-    common = {name: value for name, value in ROWS[1].items() if name != "step"}
-    common |= {
-        "loss_tokens": 50.0,
-        "weight_version": 4,
-        "clipped_share": 0.0,
-        "num_groups": 4,
-        "zero_variance_groups": 0,
-    }
-    recorder.step(4, common)
+    recorder.step(4, STEP)
 
     rows = read_metrics(run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert 300.0 < rows[4]["wall_seconds"] < 400.0, "after those of the processes before"
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_of_another_run_counts_its_own_seconds(run: Path) -> None:
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    assert read_metrics(run) == []
+    recorder = RunRecorder(configuration(run, num_steps=9), rank=0, timer=PhaseTimer(), resumed_step=3)
+    recorder.start({}, None)
+    recorder.step(4, STEP)
+
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [4]
+    assert rows[0]["wall_seconds"] < 100.0
 
 
 def configuration(run: Path, **settings: Any) -> RunConfig:
