@@ -14,7 +14,8 @@ from aiohttp import web
 
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.unit.scripted_server import ScriptedServer, response, start_receiver
+from tests.unit.receiver import start_receiver
+from tests.unit.scripted_server import ScriptedServer, response
 
 ROOT = Path(__file__).parents[1]
 

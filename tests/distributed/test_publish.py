@@ -15,7 +15,8 @@ from aiohttp import web
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import PUBLISHED, Case, change, changed_policy, encoded, expected_bytes
 from tests.tiny_models import save_tiny_model
-from tests.unit.scripted_server import Json, ScriptedServer, close_connection, refuse, start_receiver, success
+from tests.unit.receiver import Json, start_receiver
+from tests.unit.scripted_server import ScriptedServer, close_connection, refuse, success
 from tests.unit.test_publisher import UPDATE, serve
 
 BUCKET_BYTES = 100_000

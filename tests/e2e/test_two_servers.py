@@ -12,7 +12,7 @@ import yaml
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from tests.e2e.runs import metrics, started, wait_until
 from tests.scripted_rollouts import DeterministicServer, make_model, scripted_server, settings
-from tests.unit.scripted_server import start_receiver
+from tests.unit.receiver import start_receiver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

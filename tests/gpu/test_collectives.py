@@ -22,7 +22,8 @@ from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transport import UpdateGroups
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
-from tests.unit.scripted_server import Json, Receiver, ScriptedServer, close_connection, refuse, start_receiver
+from tests.unit.receiver import Json, Receiver, start_receiver
+from tests.unit.scripted_server import ScriptedServer, close_connection, refuse
 from tests.unit.test_publisher import UPDATE, Named, OneRank, as_bytes, control, serve
 
 Device = Literal["cuda", "cpu"]

@@ -4,23 +4,20 @@ Real servers are tested under tests/e2e; what is answered here was observed on S
 """
 
 import asyncio
-import multiprocessing
-import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Self
 
 from aiohttp import web
 
-Json = dict[str, Any]
+from tests.unit.receiver import Json, Receiver
+
 Action = Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
 """What one call does instead of the usual."""
 
 DEADLINE_SECONDS = 60.0
-"""No receiver waits longer for anything."""
+"""A silent server stays so."""
 PROMPT_SECONDS = 20.0
 """Much less than the deadline, and much more than a busy machine needs for what happens at once"""
 
@@ -28,7 +25,7 @@ PROMPT_SECONDS = 20.0
 class ScriptedServer:
     """One server on a port of its own, from `async with` to its end. `script` says which calls go wrong, and how."""
 
-    def __init__(self, *, version: str = "default", receiver: "Receiver | None" = None) -> None:
+    def __init__(self, *, version: str = "default", receiver: Receiver | None = None) -> None:
         self.version = version
         """Label of the weights, changed by an update."""
         self.load_format = "auto"
@@ -292,99 +289,3 @@ def after(seconds: float, action: Action) -> Action:
         return await action(request, body)
 
     return delayed
-
-
-class Receiver:
-    """A process that joins weight-update groups as a server's only rank and keeps every buffer it receives."""
-
-    def __init__(self, process: Any, pipe: "Connection[Any, Any]") -> None:
-        self._process = process
-        self._pipe = pipe
-        self._one_at_a_time = threading.Lock()
-        self.buffers: list[bytes] = []
-
-    def call(self, command: str, body: Json) -> None:
-        with self._one_at_a_time:  # the call of a trainer that was killed may not have ended when the next one comes
-            self._pipe.send((command, body))
-            if not self._pipe.poll(DEADLINE_SECONDS):
-                raise TimeoutError(f"receiver: {command} did not end")
-            result = self._pipe.recv()
-        if isinstance(result, bytes):
-            self.buffers.append(result)
-        elif result is not None:
-            raise RuntimeError(result)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join(5.0)
-
-
-@contextmanager
-def start_receiver(device: str = "cpu") -> Iterator[Receiver]:
-    """`device`: where its buffers are."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_receiver_main, args=(theirs, device), daemon=True)
-    process.start()
-    receiver = Receiver(process, ours)
-    try:
-        receiver.call("start", {})
-        yield receiver
-    finally:
-        receiver.kill()
-
-
-def _receiver_main(pipe: "Connection[Any, Any]", device: str) -> None:
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
-    timeout = timedelta(seconds=DEADLINE_SECONDS)
-    groups: dict[str, Any] = {}
-
-    def join(body: Json) -> None:
-        # The steps of SGLang's init_custom_process_group.
-        name, rank, world_size = body["group_name"], body["rank_offset"], body["world_size"]
-        address = f"tcp://{body['master_address']}:{body['master_port']}"
-        store, _, _ = next(c10d.rendezvous(address, rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        groups[name], _ = c10d._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            c10d.Backend(body["backend"]),
-            c10d.PrefixStore(name, store),
-            group_name=name,
-            timeout=timeout,
-        )
-        c10d._world.pg_group_ranks[groups[name]] = {rank: rank for rank in range(world_size)}
-
-    def receive(body: Json) -> bytes:
-        sizes = [
-            torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
-        ]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.broadcast(buffer, src=0, group=groups[body["group_name"]])
-        return buffer.cpu().numpy().tobytes()
-
-    def leave(body: Json) -> None:
-        if body["group_name"] in groups:
-            dist.destroy_process_group(groups.pop(body["group_name"]))
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    commands: dict[str, Callable[[Json], bytes | None]] = {
-        "start": lambda _: None,
-        "join": join,
-        "receive": receive,
-        "leave": leave,
-    }
-    while True:
-        try:
-            command, body = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(commands[command](body))
-        except Exception as error:
-            pipe.send(f"{type(error).__name__}: {error}")

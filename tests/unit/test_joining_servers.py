@@ -7,7 +7,8 @@ import pytest
 
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout.protocol import GenerateResponse
-from tests.unit.scripted_server import Receiver, refuse
+from tests.unit.receiver import Receiver
+from tests.unit.scripted_server import refuse
 from tests.unit.test_publisher import (  # noqa: F401
     OneRank,
     control,

@@ -11,7 +11,8 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.sampler import Sampler, Sampling
-from tests.unit.scripted_server import Receiver, ScriptedServer, answer, response
+from tests.unit.receiver import Receiver
+from tests.unit.scripted_server import ScriptedServer, answer, response
 from tests.unit.test_collector import Digits, wait_until
 from tests.unit.test_publisher import (  # noqa: F401
     UPDATE,

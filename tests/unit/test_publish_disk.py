@@ -19,7 +19,8 @@ from megatron_a3po.weights.disk import DiskTransport, FileSettings
 from megatron_a3po.weights.pipeline import BucketPipeline
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transport import UpdateGroups
-from tests.unit.scripted_server import Receiver, refuse
+from tests.unit.receiver import Receiver
+from tests.unit.scripted_server import refuse
 from tests.unit.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,

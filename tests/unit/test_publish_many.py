@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.own_process import in_own_process
-from tests.unit.scripted_server import start_receiver
+from tests.unit.receiver import start_receiver
 from tests.unit.test_publisher import publishing, serve
 
 NUM_TENSORS = 40

@@ -27,7 +27,8 @@ from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.sources import Holdings, Shard
 from megatron_a3po.weights.transport import UpdateGroups
-from tests.unit.scripted_server import Receiver, ScriptedServer, answer, hang, refuse, start_receiver
+from tests.unit.receiver import Receiver, start_receiver
+from tests.unit.scripted_server import ScriptedServer, answer, hang, refuse
 
 ROOT = Path(__file__).parents[2]
 Named = list[tuple[str, Tensor]]

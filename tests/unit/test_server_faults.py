@@ -19,17 +19,15 @@ from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.signals import Signals
 from megatron_a3po.weights.transport import UpdateGroups
+from tests.unit.receiver import Json, Receiver, start_receiver
 from tests.unit.scripted_server import (
     Action,
-    Json,
-    Receiver,
     ScriptedServer,
     answer,
     close_connection,
     hang,
     refuse,
     refuse_to_flush,
-    start_receiver,
 )
 from tests.unit.test_publisher import (  # noqa: F401
     UPDATE,
