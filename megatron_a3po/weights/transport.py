@@ -27,6 +27,9 @@ _group_numbers = itertools.count()
 _LOOK_SECONDS = 0.01
 """Between looks at what others say, while a bucket is on its way"""
 _POLITE_SECONDS = 5.0
+_LATE_SECONDS = 5.0
+"""For a server to find the meeting place after another one has refused: where there is none any more, torch would keep
+its scheduler trying for the group's own timeout, which is half an hour in SGLang"""
 
 
 class UpdateGroups:
@@ -177,11 +180,18 @@ class UpdateGroups:
             problem = next((text for text in gather_json(problem, control) if text is not None), None)
             signals.forget()
         if problem is not None:
-            self._store = None  # whoever still waits there fails, this rank's thread too
-            wait([self._built] if self._built is not None else [], _POLITE_SECONDS)
+            self._end_meeting()
             raise PublishError(
                 f"the weight-update group of rank {owner} with {self._urls} could not be built: {problem}"
             )
+
+    def _end_meeting(self) -> None:
+        """Collective, so that rank 0 gives no server up before the owner has let it go."""
+        joining = [self._built] if self._built is not None else []
+        wait(joining, _LATE_SECONDS)
+        self._store = None  # whoever still waits there fails, this rank's thread too
+        wait(joining, _POLITE_SECONDS)
+        gather_json(None, self._control)
 
     def _open(self, url: str) -> tuple[str, int]:
         place = meeting_place(url)

@@ -23,11 +23,13 @@ from tests.unit.receiver import Json, Receiver, start_receiver
 from tests.unit.scripted_server import (
     Action,
     ScriptedServer,
+    after,
     answer,
     close_connection,
     hang,
     refuse,
     refuse_to_flush,
+    success,
 )
 from tests.unit.test_publisher import (  # noqa: F401
     UPDATE,
@@ -45,6 +47,7 @@ from tests.unit.test_publisher import (  # noqa: F401
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 CONTINUE = "/continue_generation"
+JOIN = "/init_weights_update_group"
 LEAVE = "/destroy_weights_update_group"
 
 
@@ -124,7 +127,7 @@ def nothing_is_sent() -> Iterator[None]:
 
 
 FAULTS: dict[str, tuple[str, Action]] = {
-    "refuses the group": ("/init_weights_update_group", refuse(400, "no such group")),
+    "refuses the group": (JOIN, refuse(400, "no such group")),
     "refuses the pause": ("/pause_generation", refuse(500, "no such mode")),
     "refuses the label": ("/update_weight_version", refuse(400, "no such label")),
     "refuses to begin": ("/begin_weight_update", refuse(400, "a session is open")),
@@ -151,7 +154,7 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
     path, action = FAULTS[fault]
     with after_version_zero(first_receiver, second_receiver) as run:
         first, second = run.servers
-        if path == "/init_weights_update_group":  # groups are built when others take part than before
+        if path == JOIN:  # groups are built when others take part than before
             run.receivers.pool.states.membership += 1
         continued = second.paths().count(CONTINUE)
         second.script(path, action)
@@ -174,6 +177,24 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
         assert run.sampled()[1] == {2}
     # Each received everything of the last version.
     assert first_receiver.buffers[-1] == second_receiver.buffers[-1]
+
+
+def test_a_server_that_comes_late_to_a_group_that_another_one_has_refused_goes_on(
+    first_receiver: Receiver,  # noqa: F811
+    second_receiver: Receiver,  # noqa: F811
+) -> None:
+    with after_version_zero(first_receiver, second_receiver) as run:
+        first, second = run.servers
+
+        async def join(_: web.Request, body: Json) -> web.StreamResponse:
+            await asyncio.to_thread(first_receiver.call, "join", body)
+            return success()
+
+        first.script(JOIN, after(1.0, join), range(2, 3))
+        second.script(JOIN, refuse(400, "no such group"))
+        run.receivers.pool.states.membership += 1
+        run.publish(1)
+        assert first.version == "1" and run.quarantined == [second.url]
 
 
 def test_a_silent_server_is_left_out_within_the_timeout(
