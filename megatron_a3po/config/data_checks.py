@@ -1,16 +1,14 @@
 """Checks of the prompts' and the rewards' options. No torch, and nothing of a dataset is read."""
 
 import difflib
-import os
 import re
-import sys
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_a3po.config.data_schema import HELD_OUT, Columns, DataConfig
 from megatron_a3po.config.mistakes import Mistake
+from megatron_a3po.config.reward_function import problem_of_function
 from megatron_a3po.config.schema import RunConfig
 
 _TASK_KEYS = ("task_options", "size", "prompt_pattern")
@@ -113,12 +111,8 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
         if config.data.path is not None or config.evaluation.datasets:
             yield from _answers(config, scorer)
     elif _FUNCTION.fullmatch(scorer):
-        package = scorer.split(":")[0].split(".")[0]
-        # Without importing it: that may take long, and is the workers' business. And in the run's folder, which may be
-        # on the path of the run only, and not on that of the program that checks this.
-        if PathFinder.find_spec(package, [*sys.path, os.getcwd()]) is None:
-            remedy = "start the run in the folder that holds it, or set PYTHONPATH"
-            yield Mistake("reward.scorer", scorer, f"there is no module {package!r}", remedy)
+        if (found := problem_of_function(scorer)) is not None:
+            yield Mistake("reward.scorer", scorer, *found)
     elif scorer not in _SCORERS:
         near = difflib.get_close_matches(scorer, _SCORERS, n=1)
         remedy = f"did you mean `{near[0]}`?" if near else f"use {', '.join(_SCORERS)}, module:function or http://..."

@@ -31,6 +31,7 @@ def config(data: dict[str, Any], reward: dict[str, Any], **evaluation: Any) -> R
     return RunConfig(model=Path("m"), run_dir=Path("r"), num_steps=1, rollout=rollout, **sections)
 
 
+FUNCTIONS = "tests.unit.reward_functions"
 TASK = {"task": "spell_backward"}
 FILE: dict[str, Any] = {"path": Path("train.jsonl")}
 
@@ -72,6 +73,13 @@ def test_these_are_right(folder: Path, data: dict[str, Any], reward: dict[str, A
         (FILE, {"scorer": "mth"}, "reward.scorer = 'mth': unknown; did you mean `math`?"),
         (FILE, {"scorer": "llm judge"}, "reward.scorer = 'llm judge': unknown; use auto, task, math, math_exact, mod"),
         (FILE, {"scorer": "no_such_package:f"}, "there is no module 'no_such_package'; start the run in the folder"),
+        (FILE, {"scorer": "tests.no_such_module:f"}, "there is no module 'tests.no_such_module'; start the run in the"),
+        (
+            FILE,
+            {"scorer": f"{FUNCTIONS}:lenght"},
+            "reward_functions.py has no 'lenght'; name one of its functions: len",
+        ),
+        (FILE, {"scorer": f"{FUNCTIONS}:blocks"}, "has no 'blocks'; name one"),
         (FILE, {"scorer": "http:///score"}, "reward.scorer = 'http:///score': not a URL; write http://host:port"),
         (FILE, {"format_pattern": "(", "format_penalty": 1}, "reward.format_pattern = '(': not a regular expression"),
         (FILE, {"format_pattern": "x"}, "reward.format_pattern = 'x': costs nothing; set `reward.format_penalty`"),
@@ -89,8 +97,32 @@ def test_a_reward_function_in_the_folder_where_the_run_starts_is_found(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.path", [str(folder / "tools"), *filter(None, sys.path)])  # as `python tools/...` has it
-    (folder / "my_rewards_of_here.py").touch()
+    (folder / "my_rewards_of_here.py").write_text("def f(sample):\n    return 0.0\n")
     assert found(FILE, {"scorer": "my_rewards_of_here:f"}) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async def f(sample): ...",
+        "class f: ...",
+        "f = print",
+        "try:\n    from fast import f\nexcept ImportError:\n    def f(sample): ...",
+        "import numpy as f",
+        "from there import *",
+        "def __getattr__(name): ...",
+        "for f in (print,): ...",
+    ],
+)
+def test_whatever_may_define_a_reward_function_is_accepted(folder: Path, source: str) -> None:
+    (folder / "rewards_of_here.py").write_text(source)
+    assert found(FILE, {"scorer": "rewards_of_here:f"}) == []
+
+
+def test_a_module_of_rewards_that_is_no_python_is_named_with_its_line(folder: Path) -> None:
+    (folder / "rewards_of_here.py").write_text("def f(sample):\nreturn 1.0\n")
+    (mistake,) = found(FILE, {"scorer": "rewards_of_here:f"})
+    assert "rewards_of_here.py cannot be read: expected an indented block" in mistake and "line 2" in mistake
 
 
 def test_evaluation_datasets_that_are_right(folder: Path) -> None:
