@@ -13,6 +13,7 @@ import pytest
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import Case, changed_policy
+from tests.documented_metrics import undocumented
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import ROOT, environment, get, post, wait_until
 from tests.tiny_models import save_tiny_model
@@ -47,6 +48,7 @@ def test_a_server_holds_after_changes_what_it_holds_after_whole_versions(tmp_pat
         assert all(before["whole"][name] != checksum for name, checksum in after["whole"].items())
     nbytes = found[0]["metrics"]["published_bytes"]
     assert found[0]["metrics"]["publish_written_bytes"] > nbytes
+    assert undocumented([entry["metrics"] for entry in found]) == set()
     for entry in found[1:]:
         assert 0.01 < entry["metrics"]["publish_density"] <= 0.02
         assert entry["metrics"]["publish_written_bytes"] < 0.2 * nbytes

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.documented_metrics import undocumented
 from tests.e2e.runs import get, metrics, post, run_to_end, torchrun
 
 pytestmark = pytest.mark.e2e
@@ -50,6 +51,7 @@ def test_a_run_publishes_every_version_and_explains_itself(
         assert (run_dir / name).exists()
         assert str(run_dir / name) in output
     assert (run_dir / "config.resolved.yaml").exists()
+    assert undocumented(rows) == set()
     _assert_the_saved_model_is_what_the_server_computes_with(run_dir / "model", server_url)
     noise = ("Traceback", "Warning", "INFO:", "deprecated")
     lines_of_the_run = output[output.index("building 4 actors") :]

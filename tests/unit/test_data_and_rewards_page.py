@@ -12,7 +12,6 @@ from megatron_a3po.algorithm.accuracy import confidence_interval
 from megatron_a3po.config import DataConfig, EvaluationConfig, EvaluationDataset, RewardConfig, RunConfig
 from megatron_a3po.config.files import read_yaml
 from megatron_a3po.data.rows import SCHEMAS, BadRow
-from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.rewards import answers
 from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
 from megatron_a3po.rollout.rewards.samples import FailureKind, Sample
@@ -44,25 +43,9 @@ def test_the_settings_are_valid(tmp_path: Path) -> None:
     assert evaluation.datasets["aime24"].instruction == r"Put the answer in \boxed{}."
 
 
-def test_the_metrics_of_an_evaluation_are_those_that_it_names() -> None:
+def test_the_interval_that_it_gives_is_that_of_thirty_prompts_half_of_them_right() -> None:
     low, high = confidence_interval([1.0] * 15 + [0.0] * 15)
     assert f"{low:.2f} to {high:.2f}" in PROSE
-    result = DatasetResult(
-        dataset="NAME",
-        num_prompts=1,
-        num_without_reward=0,
-        num_samples=8,
-        average=0.5,
-        average_interval=(0.1, 0.9),
-        pass_at={8: 0.5},
-        pass_at_k_interval=(0.1, 0.9),
-        response_tokens=3.0,
-        truncated_share=0.0,
-        weight_versions=(0,),
-        seconds=1.0,
-    )
-    named = set(re.findall(r"`(?:eval/NAME/)?([a-z_]+)`", PROSE))
-    assert {name.removeprefix("eval/NAME/").replace("_8", "_k") for name in result.metrics()} <= named
 
 
 def test_the_dataset_snippet_runs() -> None:

@@ -1,0 +1,16 @@
+"""The names in docs/metrics.md."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+_PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+_FIRST_COLUMN = re.findall(r"^\| (`.*?`) \|", _PAGE, re.MULTILINE)
+DOCUMENTED = [name for cell in _FIRST_COLUMN for name in re.findall(r"`([^`]+)`", cell)]
+"""Capital letters stand for what differs from run to run."""
+
+
+def undocumented(rows: Iterable[Mapping[str, object]]) -> set[str]:
+    patterns = [re.compile(re.sub("[A-Z]+", ".+", name)) for name in DOCUMENTED]
+    names = {name for row in rows for name in row}
+    return {name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)}

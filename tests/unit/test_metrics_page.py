@@ -1,0 +1,43 @@
+"""docs/metrics.md and the code name the same metrics; the names of whole runs are compared under tests/e2e."""
+
+from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective
+from megatron_a3po.config import RunConfig
+from megatron_a3po.rollout.evaluator import DatasetResult
+from tests.documented_metrics import DOCUMENTED, undocumented
+from tests.unit.test_operations_pages import texts_of_the_code
+
+
+def test_what_the_objective_says_with_every_option_is_explained() -> None:
+    algorithm = {"compare_with_recompute": True, "kl_coefficient": 0.1}
+    config = RunConfig.model_validate(
+        {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"task": "-"}, "algorithm": algorithm}
+    )
+    metrics = Objective(config).metrics([1.0] * NUM_SUMS, [1.0] * NUM_MAXIMA)
+    assert len(metrics) > 25
+    assert undocumented([metrics]) == set()
+
+
+def test_what_an_evaluation_says_is_explained() -> None:
+    result = DatasetResult(
+        dataset="aime",
+        num_prompts=30,
+        num_without_reward=0,
+        num_samples=4,
+        average=0.5,
+        average_interval=(0.4, 0.6),
+        pass_at={1: 0.5, 2: 0.6, 4: 0.7},
+        pass_at_k_interval=(0.6, 0.8),
+        response_tokens=100.0,
+        truncated_share=0.0,
+        weight_versions=(1,),
+        seconds=1.0,
+    )
+    assert undocumented([result.metrics()]) == set()
+    assert undocumented([{"eval/aime/other": 1.0, "ratio": 1.0}]) == {"eval/aime/other", "ratio"}
+
+
+def test_nothing_is_explained_that_the_code_does_not_say() -> None:
+    texts = texts_of_the_code()
+    parts = [name.split("/")[-1] for name in DOCUMENTED]
+    assert len(parts) > 60
+    assert [part for part in parts if not part.isupper() and not any(part.rstrip("K") in text for text in texts)] == []
