@@ -86,9 +86,11 @@ def control(*urls: str, min_servers: int | None = None, pause_mode: str = "retra
     loop = EventLoopThread()
     try:
         pool = loop.run(build())
-        loop.run(pool.load_infos(), 10.0)
-        yield ServerControl(pool, loop, timeout_seconds=5.0)
-        loop.run(pool.close(), 5.0)
+        try:
+            loop.run(pool.load_infos(), 10.0)
+            yield ServerControl(pool, loop, timeout_seconds=5.0)
+        finally:
+            loop.run(pool.close(), 5.0)
     finally:
         loop.close()
 
