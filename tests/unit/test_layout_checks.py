@@ -329,6 +329,10 @@ def test_layouts_that_fill_the_ranks_are_accepted(world_size: int) -> None:
             "fp8.parameters = True: with `optimizer.offload: true`, Megatron's optimizer on the host has no parameters",
         ),
         (
+            ["precision=fp8", "fp8.parameters=true", "fp8.recipe=delayed"],
+            "fp8.parameters = True: with `fp8.recipe: delayed`, the weights that the run starts from are rounded",
+        ),
+        (
             ["precision=fp8", "fp8.recipe=delayed", "fp8.bf16_layers_at_end=1"],
             "fp8.bf16_layers_at_end = 1: Megatron has no bf16 layers beside `fp8.recipe: delayed`; use 0, or another",
         ),
