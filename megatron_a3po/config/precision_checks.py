@@ -10,6 +10,14 @@ def precision_mistakes(config: RunConfig) -> Iterator[Mistake]:
     if config.precision == "fp8":
         yield from _fp8(config)
         return
+    if config.precision == "fp32" and config.device == "cuda" and config.parallel.context > 1:
+        yield Mistake(
+            "parallel.context",
+            config.parallel.context,
+            "Transformer Engine shares no attention in float32 among ranks",
+            "use 1, or `precision: bf16`",
+            ("precision", "device"),
+        )
     for key in Fp8Config.model_fields:
         value = getattr(config.fp8, key)
         if value != getattr(Fp8Config(), key):

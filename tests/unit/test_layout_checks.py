@@ -342,6 +342,10 @@ def test_layouts_that_fill_the_ranks_are_accepted(world_size: int) -> None:
             "silently compute unquantised; use `precision: bf16` or `precision: fp32`",
         ),
         (
+            ["precision=fp32", "parallel.context=2"],
+            "parallel.context = 2: Transformer Engine shares no attention in float32 among ranks; use 1, or `precision: ",
+        ),
+        (
             ["checkpoint={every_steps: 5, keep_every: 7}"],
             "checkpoint.keep_every = 7: checkpoints are saved at multiples",
         ),
@@ -380,7 +384,8 @@ def test_keys_that_contradict_each_other_are_refused(overrides: list[str], expec
     "overrides",
     [
         ["device=cpu", "precision=bf16"],
-        ["device=cpu", "precision=fp32"],
+        ["device=cpu", "precision=fp32", "parallel.context=2"],
+        ["precision=bf16", "parallel.context=2"],
         ["precision=fp8", "fp8.parameters=true"],
         ["precision=fp8", "fp8.parameters=true", "fp8.recipe=tensorwise", "parallel.tensor=2"],
         ["precision=fp8", "fp8.bf16_layers_at_start=1", "algorithm.kl_coefficient=0.1"],
