@@ -36,7 +36,8 @@ def logprobs_and_entropy(
 
     logits [tokens, vocab/tp], this rank's columns, any float dtype, not modified. labels [tokens] int64 in the whole
     vocabulary, equal on all ranks. `vocab_size`: the vocabulary without its padding; columns from there on count for
-    nothing. `tp_group` None: one rank. The entropy carries gradient only with `with_entropy`.
+    nothing. `tp_group` None: one rank. The entropy carries gradient only with `with_entropy`. The gradient of a token's
+    logits is 0 where those of its log-prob and entropy are, even if the logits are not finite.
 
     Collectives: one all-gather of four floats per token, whatever the mask; none in the backward. The merge follows the
     rank order, so that the result is the same on every rank and in every run.
@@ -58,7 +59,8 @@ def linear_logprobs_and_entropy(
     """`logprobs_and_entropy` of hidden @ weight.T, fused with that product: the logits exist one tile at a time.
 
     hidden [tokens, hidden size], equal on every rank; weight [vocab/tp, hidden size], this rank's rows of the output
-    layer or of the tied embedding; both of one float dtype, multiplied and accumulated in float32.
+    layer or of the tied embedding; both of one float dtype, multiplied and accumulated in float32. A hidden state that
+    is not finite itself makes the gradient of `weight` NaN, by 0 * NaN, as it does those of the layers below.
 
     Collectives: the forward's all-gather of four floats per token; in the backward one all-reduce of the gradient of
     `hidden`, which is therefore whole on every rank. The backward computes the tiles a second time: four matrix
@@ -209,6 +211,15 @@ class _Head:
         grad_entropy: Tensor | None,
     ) -> Iterator[tuple[slice, slice, Tensor]]:
         """(rows, columns, gradient of the unscaled logits), float32, tile by tile."""
+        asked = torch.zeros_like(self._labels, dtype=torch.bool)
+        if grad_logprobs is not None:
+            asked |= grad_logprobs != 0
+            grad_logprobs = grad_logprobs / self._temperature
+        if grad_entropy is not None:
+            asked |= grad_entropy != 0
+            grad_entropy = grad_entropy / self._temperature
+        # All bits of a row or none: where its logits are not finite, a factor of 0 would leave NaN.
+        bits = torch.where(asked, -1, 0).to(torch.int32)
         for rows, columns in self._tiles(tile_shape):
             z = self._scale(make_tile(rows, columns), columns)
             z -= normaliser[0, rows, None]
@@ -225,7 +236,8 @@ class _Head:
                 gradient *= -grad_logprobs[rows, None]
             if grad_logprobs is not None:
                 gradient.scatter_add_(-1, column[:, None], on_label)
-            yield rows, columns, gradient.div_(self._temperature)
+            gradient.view(torch.int32).bitwise_and_(bits[rows, None])
+            yield rows, columns, gradient
 
     def _tiles(self, shape: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
         rows, columns = shape

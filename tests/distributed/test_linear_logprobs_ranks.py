@@ -36,6 +36,7 @@ def _compare_with_one_rank() -> None:
             for scale in (1, 60):
                 _compare(vocab_size, columns, scale, dist.group.WORLD)
     _one_token_of_no_weight(dist.group.WORLD)
+    _a_token_left_out_whose_logits_overflow_on_the_last_rank(dist.group.WORLD)
     print(f"compared {len(cases)} cases", flush=True)
     dist.destroy_process_group()
 
@@ -82,6 +83,23 @@ def _one_token_of_no_weight(group: dist.ProcessGroup) -> None:
     logprobs, _ = linear_logprobs_and_entropy(hidden, weight, torch.zeros(1, dtype=torch.int64), group)
     gradients = torch.autograd.grad((0.0 * logprobs).sum(), (hidden, weight))
     assert not any(gradient.any() for gradient in gradients)
+
+
+def _a_token_left_out_whose_logits_overflow_on_the_last_rank(group: dist.ProcessGroup) -> None:
+    """On the others its logits are finite, and the normaliser is not."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(5, HIDDEN, generator=generator), torch.randn(6, HIDDEN, generator=generator)
+    weight[:, 0] = 2.0 if group.rank() == group.size() - 1 else 0.0
+    labels, gradients = torch.arange(5), []
+    for size in (1.0, 3e38):
+        hidden[2] = 0.0
+        hidden[2, 0] = size
+        assert (hidden @ weight.T).isfinite().all() == (size == 1.0 or group.rank() < group.size() - 1)
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, _ = linear_logprobs_and_entropy(*leaves, labels, group)
+        assert logprobs[2].isfinite() == (size == 1.0)
+        gradients.append(torch.autograd.grad(logprobs[labels != 2].sum(), leaves))
+    assert all(torch.equal(broken, clean) and clean.any() for clean, broken in zip(*gradients, strict=True))
 
 
 def _labels_at_edges(vocab_size: int, columns: int, num_ranks: int) -> list[int]:
