@@ -1,4 +1,4 @@
-"""A token of finite hidden states whose logits overflow, where the loss leaves it out: no trace of it in any gradient."""
+"""A token whose hidden states are finite and whose logits overflow: left out of the loss, it is in no gradient."""
 
 from typing import Any
 
