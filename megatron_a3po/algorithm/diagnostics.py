@@ -53,7 +53,8 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
     """([len(SUMS)], [len(MAXIMA)]) float64 over the microbatch."""
     used = terms.used
     log_ratio = terms.target_logprobs - terms.behaviour_logprobs
-    rho = log_ratio.clamp(-max_log_ratio, max_log_ratio).double().exp()
+    log_rho = log_ratio.clamp(-max_log_ratio, max_log_ratio).double()
+    rho = log_rho.exp()
     staleness = torch.where(used, terms.staleness, 0)
     fresh = used & (staleness == 0)
     difference = log_ratio.abs()
@@ -79,8 +80,8 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
         terms.clipped_low.sum().double(),
         terms.clipped_high.sum().double(),
         terms.dual_clipped.sum().double(),
-        total(-log_ratio),
-        total(rho - 1 - log_ratio),
+        total(-log_rho),
+        total(rho - 1 - log_rho),
         total(rho),
         total(rho**2),
         total(difference, fresh),
@@ -99,6 +100,7 @@ def summarize(sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float
 
     KL(behaviour || target) as the estimators k1 = -log rho and k3 = rho - 1 - log rho, where rho is
     pi_target / pi_behaviour on tokens of the behaviour policy; effective sample size of rho as a share of the tokens.
+    In all three the log of rho is cut to what `measure` was given; "clamped_tokens" says how often.
     """
     total = dict(zip(SUMS, sums, strict=True))
     tokens = total["loss_tokens"]

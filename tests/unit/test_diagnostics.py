@@ -124,4 +124,17 @@ def test_log_ratios_over_20_count_once_and_enter_the_ratio_cut() -> None:
 
     assert sums["clamped_tokens"] == 2
     assert sums["target_over_behaviour"] == pytest.approx(math.exp(20) + math.exp(-20) + math.exp(18))
-    assert sums["kl_k1"] == pytest.approx(-16.0)
+    assert sums["kl_k1"] == pytest.approx(-20 + 20 - 18)
+    k3 = (math.exp(20) - 21) + (math.exp(-20) + 19) + (math.exp(18) - 19)
+    assert sums["kl_k3"] == pytest.approx(k3, rel=1e-12)
+
+
+def test_one_token_of_no_probability_at_all_does_not_drown_the_divergence_of_the_others() -> None:
+    b, theta, ones = torch.full((1000,), -1.0), torch.full((1000,), -1.1), torch.ones(1000)
+    b[3] = torch.finfo(torch.float32).min  # what stands for minus infinity in some servers
+    output = a3po_loss(theta, b, ones.long(), ones, ones.bool(), clip_epsilon_low=0.2, clip_epsilon_high=0.2)
+    metrics = summarize(output.sums.tolist(), output.maxima.tolist())
+
+    assert metrics["clamped_tokens"] == 1
+    assert metrics["kl_k1"] == pytest.approx((999 * 0.1 - 20) / 1000, rel=1e-6)
+    assert 0 < metrics["kl_k3"] < math.exp(20) / 1000
