@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_a3po.algorithm import proximal
 from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
-from megatron_a3po.algorithm.loss import decoupled_ppo_loss
+from megatron_a3po.algorithm.loss import bounded_exp, decoupled_ppo_loss
 from megatron_a3po.algorithm.regularization import kl_to_reference
 from megatron_a3po.config import RunConfig
 from megatron_a3po.parallel.reduce import sum_over_group
@@ -136,7 +136,7 @@ class Objective:
 
 
 def _errors(theta: Tensor, b: Tensor, p: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far p, w and r are from those of decoupled PPO, summed over the loss tokens."""
+    """How far p, w and r are from those of decoupled PPO, summed over the loss tokens whose log-probs are finite."""
 
     def total(ours: Tensor, theirs: Tensor) -> Tensor:
         difference = (ours - theirs).abs()
@@ -144,6 +144,6 @@ def _errors(theta: Tensor, b: Tensor, p: Tensor, recomputed: Tensor, mask: Tenso
 
     return {
         "proximal_error": total(p, recomputed),
-        "importance_weight_error": total((p - b).exp(), (recomputed - b).exp()),
-        "ratio_error": total((theta - p).exp(), (theta - recomputed).exp()),
+        "importance_weight_error": total(bounded_exp(p - b), bounded_exp(recomputed - b)),
+        "ratio_error": total(bounded_exp(theta - p), bounded_exp(theta - recomputed)),
     }

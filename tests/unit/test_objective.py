@@ -1,11 +1,13 @@
 """The objective of a microbatch, whatever its options, against plain formulas in double precision."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_a3po.algorithm.loss import MAX_LOG_RATIO
 from megatron_a3po.types import Microbatch
 from tests.unit.objective_run import METHODS, SHAPES, VERSION, batch, objective, run, without
 
@@ -108,6 +110,21 @@ def test_the_errors_against_a_forward_pass_are_means_over_the_loss_tokens(method
     for name, error in errors.items():
         assert metrics[name] == pytest.approx(error.abs().mean().item(), rel=1e-4, abs=1e-7)
         assert (metrics[name] == 0.0) is (method == "recompute")
+
+
+@pytest.mark.parametrize(("apart", "name"), [(100.0, "importance_weight_error"), (-100.0, "ratio_error")])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "recompute"])
+def test_an_error_beyond_float32_counts_as_the_largest_ratio_of_the_loss(method: str, apart: float, name: str) -> None:
+    """Left out, the worst token would make the mean look better."""
+    microbatch, logprobs, entropy = batch()
+    microbatch = without(microbatch, "reference_logprobs")
+    assert microbatch.recomputed_logprobs is not None
+    position = microbatch.loss_mask.nonzero()[4]
+    microbatch.recomputed_logprobs[position] = logprobs[position] + apart
+    metrics = run(objective(method, compare_with_recompute=True), microbatch, logprobs, entropy).metrics
+
+    assert metrics[name] == pytest.approx(math.exp(MAX_LOG_RATIO) / metrics["loss_tokens"], rel=1e-3)
+    assert metrics["proximal_error"] > 90 / metrics["loss_tokens"]
 
 
 @pytest.mark.parametrize("method", METHODS)
