@@ -34,6 +34,7 @@ def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: 
         "staleness_max": int(ages.max()),
         "num_groups": advantages.num_groups,
         "zero_variance_groups": advantages.num_zero_variance_groups,
+        "zero_advantage_share": float((advantages.values == 0).double().mean()),
         "response_length_mean": float(lengths.mean()),
         "length_limit_share": sum(item.finish_reason is FinishReason.LENGTH for item in batch) / len(batch),
         "mixed_version_share": sum(mixed) / len(batch),

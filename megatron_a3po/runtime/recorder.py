@@ -25,8 +25,8 @@ class RunRecorder:
         self._run_dir = config.run_dir
         self._num_steps = config.num_steps
         self._timer = timer
-        self._zero_variance_alarm_steps = config.algorithm.zero_variance_alarm_steps
-        self._zero_variance_steps = 0
+        self._alarm_steps = config.algorithm.zero_variance_alarm_steps
+        self._steps_without_advantage = 0
         self._resumed_step = resumed_step
         self._rank = rank
         self._writer: MetricsWriter | None = None
@@ -76,13 +76,13 @@ class RunRecorder:
 
     def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
         """Warn when nothing has been learned from for a while: a broken reward function looks like that."""
-        nothing = metrics["zero_variance_groups"] == metrics["num_groups"]
-        self._zero_variance_steps = self._zero_variance_steps + 1 if nothing else 0
-        if self._zero_variance_steps and self._zero_variance_steps % self._zero_variance_alarm_steps == 0:
+        nothing = metrics["zero_advantage_share"] == 1
+        self._steps_without_advantage = self._steps_without_advantage + 1 if nothing else 0
+        if self._steps_without_advantage and self._steps_without_advantage % self._alarm_steps == 0:
             logger.warning(
-                "WARNING: in %d steps in a row every group had equal rewards (mean %.3f), so nothing was learned; is "
-                "the reward right, and the task neither too easy nor too hard?",
-                self._zero_variance_steps,
+                "WARNING: in %d steps in a row equal rewards (mean %.3f) left every advantage 0, so nothing was "
+                "learned; is the reward right, and the task neither too easy nor too hard?",
+                self._steps_without_advantage,
                 metrics["reward_mean"],
             )
 

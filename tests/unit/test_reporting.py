@@ -56,8 +56,7 @@ STEP = {name: value for name, value in ROWS[1].items() if name != "step"} | {
     "loss_tokens": 50.0,
     "weight_version": 1,
     "clipped_share": 0.0,
-    "num_groups": 4,
-    "zero_variance_groups": 0,
+    "zero_advantage_share": 0.0,
 }
 
 
@@ -242,15 +241,32 @@ def test_exports_are_due_on_schedule_and_the_model_after_the_last_step() -> None
     assert CheckpointConfig().exports(4, 4) == ["model"] and CheckpointConfig().exports(3, 4) == []
 
 
-def test_equal_rewards_in_every_group_for_several_steps_give_a_warning_and_other_steps_start_again(
-    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+HALF, ALL = [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "batches"),
+    [
+        ("grpo", [HALF, ALL, [1.0, 0.5, 0.0, 0.0], HALF, ALL, HALF, HALF]),
+        # Not relative to groups: it learns from groups that differ from each other.
+        ("reinforce_pp", [ALL, ALL, HALF, ALL, ALL, ALL, ALL]),
+    ],
+)
+def test_rewards_that_teach_nothing_for_several_steps_give_a_warning_and_other_steps_start_again(
+    method: Any,
+    batches: list[list[float]],
+    run: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("megatron_a3po"), "propagate", True)
     config = configuration(run, num_steps=9, algorithm={"zero_variance_alarm_steps": 3})
     recorder = RunRecorder(config, rank=0, timer=PhaseTimer())
     recorder.start({}, {"eval_accuracy": 0.25})
-    for step, equal_groups in enumerate([4, 4, 3, 4, 4, 4, 4], 1):
-        recorder.step(step, STEP | {"zero_variance_groups": equal_groups})
+    for step, rewards in enumerate(batches, 1):
+        advantages = compute_advantages(torch.tensor(rewards), torch.tensor([0, 0, 1, 1]), method)
+        batch = [trajectory(reward, [0], FinishReason.STOP) for reward in rewards]
+        recorder.step(step, STEP | batch_metrics(batch, advantages, version=0))
         warned = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert len(warned) == (step >= 6)
 
@@ -313,6 +329,7 @@ def test_the_metrics_of_a_batch_are_what_one_computes_by_hand() -> None:
             "staleness_max": 2,
             "num_groups": 1,
             "zero_variance_groups": 0,
+            "zero_advantage_share": 0.0,
             "response_length_mean": 3.0,
             "length_limit_share": 0.5,
             "mixed_version_share": 0.5,
