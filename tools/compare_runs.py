@@ -57,6 +57,15 @@ def over_seeds(values: list[float], form: str) -> str:
     return shown if len(values) == 1 else f"{shown} ({format(min(values), form)}-{format(max(values), form)})"
 
 
+def largest_difference(summaries: list[dict[str, Any]]) -> str:
+    """Of a log-prob, between trainer and servers; a run without verification has none."""
+    if any(summary.get("nonfinite_logprob_differences") for summary in summaries):
+        return "not finite"
+    differences = [summary["max_abs_logprob_difference"] for summary in summaries]
+    known = [difference for difference in differences if difference is not None]
+    return f"{max(known):.1e}" if known else "-"
+
+
 def row(name: str, summaries: list[dict[str, Any]]) -> list[str]:
     def column(key: str, form: str) -> str:
         return over_seeds([summary[key] for summary in summaries], form)
@@ -70,7 +79,7 @@ def row(name: str, summaries: list[dict[str, Any]]) -> list[str]:
         column("wall_seconds", ".0f"),
         *(over_seeds([seconds.get(phase, 0.0) for seconds in phases], ".2f") for phase in PHASES),
         column("proximal_share_of_training", ".2%"),
-        f"{max(summary['max_abs_logprob_difference'] for summary in summaries):.1e}",
+        largest_difference(summaries),
         f"{max(summary['max_staleness_seen'] for summary in summaries)}",
     ]
 

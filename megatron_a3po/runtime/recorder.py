@@ -135,10 +135,14 @@ def _summarized_steps(file: Path) -> int | None:
 
 
 def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall_seconds: float) -> dict[str, Any]:
-    """The figures by which a run is judged, from its metrics."""
+    """The figures by which a run is judged, from its metrics.
+
+    `max_abs_logprob_difference` is null where there was no comparison with the servers, and where one was not finite.
+    """
     steps = [row for row in rows if row["step"] > 0]
     accuracies = [row["eval_accuracy"] for row in rows if row.get("eval_accuracy") is not None]
-    differences = [row["logprob_difference_max"] for row in rows if row.get("logprob_difference_max") is not None]
+    differences = [row["logprob_difference_max"] for row in rows if "logprob_difference_max" in row]
+    num_nonfinite = differences.count(None)
     seconds = mean_seconds_by_phase(steps)
     training = seconds.get("train", 0.0)
     return {
@@ -148,7 +152,8 @@ def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall
         "eval_accuracy_after": accuracies[-1] if accuracies else None,
         "max_staleness_seen": max((int(row["staleness_max"]) for row in steps), default=0),
         "mean_staleness": _mean([row["staleness_mean"] for row in steps]),
-        "max_abs_logprob_difference": max(differences, default=None),
+        "max_abs_logprob_difference": None if num_nonfinite else max(differences, default=None),
+        "nonfinite_logprob_differences": num_nonfinite,
         "proximal_share_of_training": _mean([row["proximal_seconds"] for row in steps]) / training
         if training
         else None,

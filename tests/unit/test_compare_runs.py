@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_run(folder: Path, accuracy: float, **settings: Any) -> Path:
+def write_run(folder: Path, accuracy: float, figures: dict[str, Any] | None = None, **settings: Any) -> Path:
     folder.mkdir()
     config = {"max_staleness": 2, "proximal": "loglinear", "seed": 0, "run_dir": str(folder), "data": {"task": "a"}}
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(config | settings))
@@ -24,7 +25,7 @@ def write_run(folder: Path, accuracy: float, **settings: Any) -> Path:
         "max_abs_logprob_difference": 1e-6,
         "max_staleness_seen": 2,
     }
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps(summary | (figures or {})))
     return folder
 
 
@@ -46,6 +47,16 @@ def test_runs_with_other_settings_have_rows_of_their_own_which_say_what_differs(
     rows, _ = table(write_run(tmp_path / "a", 0.9), write_run(tmp_path / "b", 0.5, data={"task": "b"}))
     names = [row.split("`")[1] for row in rows]
     assert names == [f"max_staleness=2 proximal=loglinear data.task={task}" for task in "ab"]
+
+
+@pytest.mark.parametrize(("number", "shown"), [(0, "1.0e-06"), (1, "not finite")])
+def test_a_run_without_a_finite_log_prob_difference_says_whether_there_was_none(
+    number: int, shown: str, tmp_path: Path
+) -> None:
+    without = {"max_abs_logprob_difference": None, "nonfinite_logprob_differences": number}
+    rows, _ = table(write_run(tmp_path / "a", 0.9, seed=1), write_run(tmp_path / "b", 0.9, without))
+    assert rows[0].split(" | ")[-2] == shown
+    assert number or table(tmp_path / "b")[0][0].split(" | ")[-2] == "-"
 
 
 def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ ROWS: list[dict[str, Any]] = [
         "staleness_mean": 2.0,
         "staleness_max": 3.0,
         "importance_weight_max": None,
-        "logprob_difference_max": None,
         "eval_accuracy": 0.5,
         "proximal_seconds": 0.75,
         "tokens_per_second": 300.0,
@@ -83,6 +82,7 @@ def test_the_summary_is_what_one_computes_by_hand() -> None:
         "max_staleness_seen": 3,
         "mean_staleness": 1.5,
         "max_abs_logprob_difference": 7e-6,
+        "nonfinite_logprob_differences": 0,
         "proximal_share_of_training": 0.2,
         "mean_seconds_by_phase": {"train": 2.5, "publish": 1.5, "publish/gather": 0.75, "evaluate": 2.0},
         "mean_tokens_per_second": 200.0,
@@ -96,6 +96,18 @@ def test_a_run_without_steps_has_a_summary_with_nothing_in_it() -> None:
     assert (summary["num_steps"], summary["max_staleness_seen"], summary["mean_seconds_by_phase"]) == (0, 0, {})
     assert summary["eval_accuracy_after"] is summary["max_abs_logprob_difference"] is None
     assert mean_seconds_by_phase([]) == {}
+
+
+def test_a_difference_from_the_servers_that_was_not_finite_is_no_small_one_in_the_summary(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    recorder = RunRecorder(configuration(run, num_steps=3), rank=0, timer=PhaseTimer())
+    recorder.start({"logprob_difference_max": 1e-6}, {"eval_accuracy": 0.25})
+    for step, difference in enumerate([2e-6, math.inf, 1e-6], 1):
+        recorder.step(step, STEP | {"logprob_difference_max": difference})
+    recorder.finish(LEDGER)
+    summary = json.loads((run / "summary.json").read_text(), parse_constant=fail)
+
+    assert summary["max_abs_logprob_difference"] is None and summary["nonfinite_logprob_differences"] == 1
 
 
 def test_numbers_that_json_lacks_become_null_and_every_line_is_strict_json(tmp_path: Path) -> None:
