@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_a3po.actor.model import PolicyModel
@@ -202,6 +203,8 @@ def _load_optimizer(optimizer: PolicyOptimizer, loaded: dict[str, Any], adam_ste
             group["step"] = adam_steps
         part.load_state_dict(own | {"param_state": loaded[str(number)], "param_state_sharding_type": _SHARDING})
     _separate_steps(optimizer)
+    for hybrid in _offloaded(optimizer):
+        _keep_own_share(hybrid)
 
 
 def _parts(optimizer: PolicyOptimizer) -> list[Any]:
@@ -216,21 +219,36 @@ def _torch_optimizers(optimizer: PolicyOptimizer) -> Iterator[tuple[Any, torch.o
             yield distributed, distributed.optimizer
 
 
+def _offloaded(optimizer: PolicyOptimizer) -> Iterator[Any]:
+    """Megatron's optimizers on the host: each has one of torch's AdamW for every parameter."""
+    for distributed in _parts(optimizer):
+        if isinstance(distributed.optimizer, HybridDeviceOptimizer):
+            yield distributed.optimizer
+
+
 def _fill_empty_states(optimizer: PolicyOptimizer) -> None:
     """Give an Adam the state that it makes at its first step: Megatron saves and loads only one that exists."""
     for distributed in _parts(optimizer):
         # Of the fused ones. The one on the host has no such function, and could only make a step of noise.
         if not isinstance(distributed.optimizer, torch.optim.AdamW) and distributed.init_state_fn is not None:
             distributed.init_state_fn(distributed.optimizer, distributed.config)
+    for hybrid in _offloaded(optimizer):
+        for adam in hybrid.sub_optimizers:
+            _fill_empty_state(adam)
+        hybrid._sync_sub_optimizers_state_to_hdo()
     for distributed, adam in _torch_optimizers(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                if not adam.state[parameter]:
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        _fill_empty_state(adam)
         # Megatron takes the step from the parameter groups, and then looks for it among the loaded tensors.
         original = type(distributed)._set_main_param_and_optimizer_states.__get__(distributed)
         distributed._set_main_param_and_optimizer_states = _without_step(original)
+
+
+def _fill_empty_state(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if not adam.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def _without_step(original: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
@@ -242,6 +260,13 @@ def _separate_steps(optimizer: PolicyOptimizer) -> None:
     for _, adam in _torch_optimizers(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()
+
+
+def _keep_own_share(hybrid: HybridDeviceOptimizer) -> None:
+    """Megatron leaves in it views of whole tensors, which every rank of a data-parallel group would go on holding."""
+    for state in hybrid.state.values():
+        state |= {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    hybrid._sync_sub_optimizers_state_to_hdo()  # The masters are copied into parameters, which are kept.
 
 
 def _rng_state() -> ShardedObject:

@@ -177,14 +177,23 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     from tests.distributed.launch import run_ranks
 
-    encoded = json.dumps([dataclasses.asdict(case) for case in cases])
     output = run_ranks(
         main,
         world_size,
-        encoded,
+        encode(cases),
         str(folder),
         device,
         timeout_seconds=timeout_seconds,
         with_gpus=device == "cuda",
     )
+    return decode(output)
+
+
+def encode(cases: list[Case]) -> str:
+    """For `main`."""
+    return json.dumps([dataclasses.asdict(case) for case in cases])
+
+
+def decode(output: str) -> list[dict[str, Any]]:
+    """What `main` printed on rank 0."""
     return [json.loads(line) for line in output.splitlines() if line.startswith('{"metrics"')]
