@@ -5,8 +5,10 @@ them. Random states are those of one rank each, and come back only into the layo
 """
 
 import dataclasses
+import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,19 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_a3po.actor.model import PolicyModel
 from megatron_a3po.actor.optimizer import PolicyOptimizer
+from megatron_a3po.actor.optimizer_state import (
+    SHARDING,
+    adam_steps,
+    fill_empty_states,
+    load_optimizer_state,
+    sharded_optimizer_state,
+)
 
-_SHARDING = "fully_reshardable"
+_ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +104,7 @@ def plan_save(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, vers
     state = TrainingState(
         version=version,
         schedule_steps=optimizer.schedule.num_steps,
-        adam_steps=_adam_steps(optimizer),
+        adam_steps=adam_steps(optimizer),
         skipped_in_a_row=optimizer.skipped_in_a_row,
     )
     sharded = _sharded_state(model, optimizer, is_loading=False)
@@ -116,16 +124,17 @@ def load_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptim
 
     `same_layout`: whether this is the parallel layout that the folder was saved from.
     """
-    _fill_empty_states(optimizer)
+    fill_empty_states(optimizer)
     sharded = _sharded_state(model, optimizer, is_loading=True)
     if same_layout:
         sharded["rng"] = _rng_state()
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.dp_cp)
     loaded = dist_checkpointing.load(sharded, str(folder), strategy)
-    for name, chunk in _named_chunks(model):
-        chunk.load_state_dict(loaded[name])
+    with _pickled_extra_state():
+        for name, chunk in _named_chunks(model):
+            chunk.load_state_dict(loaded[name])
     state = TrainingState(**loaded["training"])
-    _load_optimizer(optimizer, loaded["optimizer"], state.adam_steps)
+    load_optimizer_state(optimizer, loaded["optimizer"], state.adam_steps)
     if same_layout:
         _set_rng_state(loaded["rng"])
     # The schedule's shape is the configuration's, whose num_steps may have grown; only where it stands is restored.
@@ -133,6 +142,22 @@ def load_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptim
     optimizer.schedule.step(state.schedule_steps)
     optimizer.skipped_in_a_row = state.skipped_in_a_row
     return state.version
+
+
+@contextmanager
+def _pickled_extra_state() -> Iterator[None]:
+    """Transformer Engine keeps the scales of delayed scaling as a pickle, and by default refuses to load one.
+
+    What is loaded is a run's own: its manifest has checked every byte.
+    """
+    before = os.environ.get(_ALLOW_PICKLE)
+    os.environ[_ALLOW_PICKLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ALLOW_PICKLE]
+        if before is not None:
+            os.environ[_ALLOW_PICKLE] = before
 
 
 def _named_chunks(model: PolicyModel) -> Iterator[tuple[str, Any]]:
@@ -144,129 +169,14 @@ def _named_chunks(model: PolicyModel) -> Iterator[tuple[str, Any]]:
 
 def _sharded_state(model: PolicyModel, optimizer: PolicyOptimizer, *, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": _SHARDING,
+        "distrib_optim_sharding_type": SHARDING,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": model.groups.dp_cp,
     }
     sharded = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model)}
     of_model = sharded if len(model.chunks) > 1 else sharded["model"]
-    for part in _parts(optimizer):
-        original = type(part).get_parameter_state_dp_zero.__get__(part)
-        part.get_parameter_state_dp_zero = _with_gaps(original, part.buffers)
-    state = optimizer.megatron.sharded_state_dict(of_model, is_loading=is_loading, metadata=metadata)
-    parts = [state] if len(optimizer.megatron.chained_optimizers) == 1 else [state[key] for key in sorted(state)]
-    # Masters and moments, by the parameters' names. Not the parameter groups, which are the configuration's: where
-    # experts have an optimizer of their own, they would fit no layout in which they have none.
-    return sharded | {"optimizer": {str(number): part["param_state"] for number, part in enumerate(parts)}}
-
-
-def _with_gaps(original: Callable[..., Any], buffers: list[Any]) -> Callable[..., Any]:
-    """Megatron gathers buckets without the padding between them, and then looks for parameters where they are with it.
-
-    Behind a padded bucket it would save other parameters' values, or zeros, under a parameter's name.
-    """
-
-    def gather(**arguments: Any) -> Any:
-        gathered = original(**arguments)
-        for number, buffer in enumerate(buffers):
-            for tensors in gathered[number].values():
-                for key in tensors.keys() - {"numel_unpadded"}:
-                    tensors[key] = _spread(tensors[key], buffer)
-        return gathered
-
-    return gather
-
-
-def _spread(unpadded: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """[numel_unpadded] to [numel]: each bucket to its place in the buffer."""
-    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-    starts = [bucket.offset for bucket in buffer.buckets]
-    if starts == [sum(sizes[:number]) for number in range(len(sizes))]:
-        return unpadded
-    spread = unpadded.new_zeros(buffer.numel)
-    for start, values in zip(starts, unpadded.split(sizes), strict=True):
-        spread[start : start + len(values)] = values
-    return spread
-
-
-def _adam_steps(optimizer: PolicyOptimizer) -> int:
-    _fill_empty_states(optimizer)
-    groups = [group for part in _parts(optimizer) for group in part.state_dict()["optimizer"]["param_groups"]]
-    return max(int(group.get("step") or 0) for group in groups)
-
-
-def _load_optimizer(optimizer: PolicyOptimizer, loaded: dict[str, Any], adam_steps: int) -> None:
-    for number, part in enumerate(_parts(optimizer)):
-        own = part.state_dict()
-        for group in own["optimizer"]["param_groups"]:
-            group["step"] = adam_steps
-        part.load_state_dict(own | {"param_state": loaded[str(number)], "param_state_sharding_type": _SHARDING})
-    _separate_steps(optimizer)
-    for hybrid in _offloaded(optimizer):
-        _keep_own_share(hybrid)
-
-
-def _parts(optimizer: PolicyOptimizer) -> list[Any]:
-    """Megatron's distributed optimizers: one, or a second one for experts."""
-    return list(optimizer.megatron.chained_optimizers)
-
-
-def _torch_optimizers(optimizer: PolicyOptimizer) -> Iterator[tuple[Any, torch.optim.AdamW]]:
-    """(Megatron's distributed optimizer, torch's AdamW inside): none where Transformer Engine or apex has the Adam."""
-    for distributed in _parts(optimizer):
-        if isinstance(distributed.optimizer, torch.optim.AdamW):
-            yield distributed, distributed.optimizer
-
-
-def _offloaded(optimizer: PolicyOptimizer) -> Iterator[Any]:
-    """Megatron's optimizers on the host: each has one of torch's AdamW for every parameter."""
-    for distributed in _parts(optimizer):
-        if isinstance(distributed.optimizer, HybridDeviceOptimizer):
-            yield distributed.optimizer
-
-
-def _fill_empty_states(optimizer: PolicyOptimizer) -> None:
-    """Give an Adam the state that it makes at its first step: Megatron saves and loads only one that exists."""
-    for distributed in _parts(optimizer):
-        # Of the fused ones. The one on the host has no such function, and could only make a step of noise.
-        if not isinstance(distributed.optimizer, torch.optim.AdamW) and distributed.init_state_fn is not None:
-            distributed.init_state_fn(distributed.optimizer, distributed.config)
-    for hybrid in _offloaded(optimizer):
-        for adam in hybrid.sub_optimizers:
-            _fill_empty_state(adam)
-        hybrid._sync_sub_optimizers_state_to_hdo()
-    for distributed, adam in _torch_optimizers(optimizer):
-        _fill_empty_state(adam)
-        # Megatron takes the step from the parameter groups, and then looks for it among the loaded tensors.
-        original = type(distributed)._set_main_param_and_optimizer_states.__get__(distributed)
-        distributed._set_main_param_and_optimizer_states = _without_step(original)
-
-
-def _fill_empty_state(adam: torch.optim.Optimizer) -> None:
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            if not adam.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
-
-
-def _without_step(original: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
-    return lambda parameter, tensors: original(parameter, {"step": None, **tensors})
-
-
-def _separate_steps(optimizer: PolicyOptimizer) -> None:
-    """Megatron loads one step tensor for all parameters, which each of them would then count up."""
-    for _, adam in _torch_optimizers(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _keep_own_share(hybrid: HybridDeviceOptimizer) -> None:
-    """Megatron leaves in it views of whole tensors, which every rank of a data-parallel group would go on holding."""
-    for state in hybrid.state.values():
-        state |= {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-    hybrid._sync_sub_optimizers_state_to_hdo()  # The masters are copied into parameters, which are kept.
+    return sharded | {"optimizer": sharded_optimizer_state(optimizer, of_model, metadata, is_loading=is_loading)}
 
 
 def _rng_state() -> ShardedObject:

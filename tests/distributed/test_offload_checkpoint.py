@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer whose state is offloaded: Megatron's own, with bf16 parameters taken for those of a GPU."""
+"""Checkpoints of Megatron's offloaded optimizer, which takes parameters in bf16 for those of a GPU here."""
 
 import json
 from pathlib import Path

@@ -26,6 +26,7 @@ FP8: dict[str, Case] = {
 } | {
     f"qwen3 {recipe} weights": make_case(precision="fp8", fp8={"recipe": recipe, "parameters": True})
     for recipe in FP8_RECIPES
+    if recipe != "delayed"
 }
 """By name: family, recipe, and whether the weights are kept in FP8 as well"""
 OTHERS = {ADAM: make_case(learning_rate=1e-2), OFFLOADED: make_case(optimizer={"offload": True, "learning_rate": 1e-9})}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.checkpoint_cases import STEPS_AFTER, run_cases
-from tests.gpu.environment import needs_gpus
+from tests.gpu.environment import needs_gpus, recipe_runs
 from tests.gpu.measure import make_case
 
 pytestmark = needs_gpus(1)
@@ -15,11 +15,19 @@ CASES = {
     "experts": make_case("qwen3_moe_all", learning_rate=1e-3),
     "optimizer in host memory": make_case(learning_rate=1e-3, optimizer={"offload": True}),
 }
+FP8 = {
+    f"{family} {recipe}": make_case(family, learning_rate=1e-3, precision="fp8", fp8={"recipe": recipe})
+    for family in ("qwen3", "qwen3_moe_all")
+    for recipe in ("delayed", "blockwise")
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | FP8)
 def test_a_run_on_a_gpu_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    never_stopped, resumed = run_cases([CASES[name]] * 2, tmp_path, world_size=1, device="cuda", timeout_seconds=280)
+    if name in FP8 and not recipe_runs(name.split()[1]):
+        pytest.skip("this device, or its Transformer Engine, does not have the recipe")
+    case = (CASES | FP8)[name]
+    never_stopped, resumed = run_cases([case] * 2, tmp_path, world_size=1, device="cuda", timeout_seconds=280)
 
     assert resumed["altered"] == [], "weights, masters or moments came back otherwise"
     assert resumed["random"] == never_stopped["random"]

@@ -343,7 +343,7 @@ def test_layouts_that_fill_the_ranks_are_accepted(world_size: int) -> None:
         ),
         (
             ["precision=fp32", "parallel.context=2"],
-            "parallel.context = 2: Transformer Engine shares no attention in float32 among ranks; use 1, or `precision: ",
+            "parallel.context = 2: Transformer Engine shares no attention in float32 among ranks; use 1, or",
         ),
         (
             ["checkpoint={every_steps: 5, keep_every: 7}"],
