@@ -1,6 +1,7 @@
 """The ranks of a run: from torchrun's environment to torch.distributed."""
 
 import os
+import resource
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Self
@@ -34,6 +35,7 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
     Returns a second group of all ranks in which they wait for rank 0, which may itself wait long for rollout servers.
     It needs no limit of its own: when rank 0 ends, its connections do.
     """
+    _allow_open_files()
     if device == "cuda":
         torch.cuda.set_device(info.local_rank)
     timeout = timedelta(seconds=timeout_seconds)
@@ -46,6 +48,12 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
     waiting = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
     assert isinstance(waiting, dist.ProcessGroup)
     return waiting
+
+
+def _allow_open_files() -> None:
+    """Each of Megatron's groups connects all of its ranks by gloo too: of 256 ranks, one has some 1,600 connections."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _store(info: RankInfo, timeout: timedelta) -> dist.Store:
