@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from megatron_a3po.config.algorithm_checks import algorithm_mistakes
 from megatron_a3po.config.data_checks import data_mistakes
 from megatron_a3po.config.layout_checks import rank_mistakes
 from megatron_a3po.config.mistakes import Mistake
@@ -23,6 +24,7 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
         *_delta(config),
         *data_mistakes(config),
         *_training(config),
+        *algorithm_mistakes(config),
         *_optimizer(config),
         *_checkpoints(config),
         *precision_mistakes(config),
@@ -85,6 +87,7 @@ def _servers(config: RunConfig) -> Iterator[Mistake]:
 
 _KEY_REMEDY = "everybody would see it; set `rollout.key_file` or A3PO_SERVER_KEY"
 _RANKS_REMEDY = "set `rollout.server_tensor_parallel`"
+_SIZE_REMEDY = "SGLang receives no weights so; use more servers, or `rollout.server_tensor_parallel`"
 _ADDRESS_REMEDY = "tools/launch_rollout_servers.py has --host, and chooses free ports"
 _RESERVED_ARGUMENTS = {
     "--api-key": _KEY_REMEDY,
@@ -92,6 +95,13 @@ _RESERVED_ARGUMENTS = {
     "--tp": _RANKS_REMEDY,
     "--tp-size": _RANKS_REMEDY,
     "--tensor-parallel-size": _RANKS_REMEDY,
+    "--pp-size": _SIZE_REMEDY,
+    "--pipeline-parallel-size": _SIZE_REMEDY,
+    "--dp-size": _SIZE_REMEDY,
+    "--data-parallel-size": _SIZE_REMEDY,
+    "--tokenizer-worker-num": "one alone would hear of a new version; leave it out",
+    "--preferred-sampling-params": "log-probs would know nothing of them; leave it out",
+    "--speculative-algorithm": "published weights would be loaded into the draft, too; leave it out",
     "--host": _ADDRESS_REMEDY,
     "--port": _ADDRESS_REMEDY,
     "--model": "set `model`",
@@ -100,6 +110,12 @@ _RESERVED_ARGUMENTS = {
     "--config": "it may hold any of the arguments that are not to be given; give each one itself",
 }
 """Of SGLang, with what to do instead"""
+
+
+_IN_PLACE = {
+    "--disable-radix-cache": "the server's radix cache would keep the keys and values of old weights",
+    "--disable-overlap-schedule": "the server would give a token of the old weights the new version",
+}
 
 
 def _reserved(name: str) -> str | None:
@@ -134,16 +150,11 @@ def _quarantine(config: RunConfig) -> Iterator[Mistake]:
             f"use at most {number}, or remove this key",
             ("rollout.servers", "rollout.num_servers"),
         )
-    flag = "--disable-radix-cache"
-    is_ours = isinstance(servers, str)
-    if config.publish.pause_mode == "in_place" and is_ours and flag not in config.rollout.server_arguments:
-        yield Mistake(
-            "publish.pause_mode",
-            "in_place",
-            "the server's radix cache would keep the keys and values of old weights",
-            f"add {flag} to `rollout.server_arguments`, or use `retract`",
-            ("rollout.server_arguments",),
-        )
+    if config.publish.pause_mode == "in_place" and isinstance(servers, str):
+        for flag, problem in _IN_PLACE.items():
+            if flag not in config.rollout.server_arguments:
+                remedy = f"add {flag} to `rollout.server_arguments`, or use `retract`"
+                yield Mistake("publish.pause_mode", "in_place", problem, remedy, ("rollout.server_arguments",))
 
 
 def _delta(config: RunConfig) -> Iterator[Mistake]:

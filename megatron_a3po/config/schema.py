@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
     max_nonfinite_share: Share = 0.01
     """The run fails when a larger share of an optimizer step's loss tokens has log-probs that are not finite."""
     zero_variance_alarm_steps: Positive = 5
-    """A warning appears when in so many steps in a row every group had equal rewards."""
+    """A warning appears when in so many steps in a row equal rewards left every advantage 0."""
 
     def loss_options(self) -> dict[str, Any]:
         """The keyword arguments of `algorithm.loss.decoupled_ppo_loss`."""
@@ -77,7 +77,9 @@ class RolloutConfig(Section):
     max_concurrent_groups: Positive = 64
     """Groups that may be in flight at the servers at one time."""
     start_timeout_seconds: PositiveFloat = 300
-    request_timeout_seconds: PositiveFloat = 600
+    request_timeout_seconds: Annotated[float, Field(ge=30, allow_inf_nan=False)] = 600
+    """A server that has requests, and whose scheduler answers nothing for so long, is left out; publications do not
+    count. One request may take longer, and goes to another server after four times as long."""
 
 
 class ParallelConfig(Section):
@@ -164,13 +166,14 @@ class PublishConfig(Section):
     """How long one bucket, the building of an update group, or the servers' reading of files may take."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What becomes of responses under way when weights are published. retract: they wait, and go on with their context
-    computed anew. in_place: they go on with the old weights' keys and values; for servers without radix cache. abort:
-    the servers return what there is of them, and the run has them continued."""
+    computed anew. in_place: they go on with the old weights' keys and values; for servers without radix cache and
+    overlap schedule. abort: the servers return what there is of them, and the run has them continued."""
     min_servers: Positive | None = None
     """A server that fails is left out until it has received a whole version again; with fewer servers than this, the
     run ends. null: all of them are needed."""
     verify_prompts: Annotated[int, Field(ge=0)] = 4
-    """After each publish, so many short responses are sampled, and their log-probs compared with the trainer's."""
+    """After each publish, short responses to so many prompts are sampled, one at least by every server, and their
+    log-probs compared with the trainer's."""
     max_logprob_difference: PositiveFloat | None = None
     """The run fails when that comparison differs by more; null: the difference is only reported."""
 

@@ -124,6 +124,14 @@ def _evaluation_files(config: RunConfig, tokenizer: Any) -> dict[str, DatasetFil
     }
 
 
+def longest_request(config: RunConfig, prompts: PromptSet) -> int:
+    """Tokens of a prompt and its response, at most, in training and evaluation."""
+    training = _longest_prompt(config, read_model_config(config.model)) + config.rollout.max_new_tokens
+    response = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
+    evaluated = [len(prompt.token_ids) + response for each in prompts.evaluation.values() for prompt in each]
+    return max(training, *evaluated)
+
+
 def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:
     """Longer ones would not leave room for a response."""
     limits = {

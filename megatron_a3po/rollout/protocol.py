@@ -10,6 +10,17 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.types import FinishReason, Trajectory
 
 _UNFINISHED = "unfinished "
+_WHOLE_DISTRIBUTION = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+}
+"""Log-probs are reported of it, so it must be what tokens are drawn from, whatever a server prefers."""
 
 
 class _Answer(BaseModel):
@@ -48,6 +59,13 @@ class ServerInfo(_Answer):
     tp_size: int = 1
     enable_priority_scheduling: bool = False
     disable_radix_cache: bool = False
+    disable_overlap_schedule: bool = False
+    max_req_input_len: int | None = None
+    preferred_sampling_params: Any = None
+    speculative_algorithm: str | None = None
+    tokenizer_worker_num: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
     startup_time: Any = None
     """How long the parts of its start took, to the microsecond: another process has other figures."""
 
@@ -112,7 +130,7 @@ def generate_request(
     priority: int,
 ) -> dict[str, Any]:
     """Body of `/generate`. A list of prompts gives a list of responses; so does `num_samples` above 1."""
-    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "n": num_samples}
+    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "n": num_samples, **_WHOLE_DISTRIBUTION}
     return {"input_ids": token_ids, "sampling_params": sampling, "return_logprob": True, "priority": priority}
 
 
@@ -121,15 +139,13 @@ def to_trajectory(
 ) -> Trajectory:
     """Check that ids, log-probs and version spans cover the same tokens, and keep the server's own version labels.
 
-    Raises RolloutError.
+    A log-prob that is not finite (null in JSON) is for the loss to drop and count. Raises RolloutError.
     """
     meta, output_ids = response.meta_info, response.output_ids
-    logprobs = [logprob for logprob, _, _ in meta.output_token_logprobs]
-    usable = all(logprob is not None and math.isfinite(logprob) for logprob in logprobs)
-    if not usable or [token for _, token, _ in meta.output_token_logprobs] != output_ids:
+    logprobs = [math.nan if logprob is None else logprob for logprob, _, _ in meta.output_token_logprobs]
+    if [token for _, token, _ in meta.output_token_logprobs] != output_ids:
         raise RolloutError(
-            f"prompt {prompt_id}: the server's log-probs do not belong to its {len(output_ids)} output tokens, or are "
-            "not finite"
+            f"prompt {prompt_id}: the server's log-probs do not belong to its {len(output_ids)} output tokens"
         )
     return Trajectory(
         prompt_id=prompt_id,

@@ -18,19 +18,19 @@ from megatron_a3po.data.rollout_state import RolloutState
 from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.rollout.adoption import adopt_weights
 from megatron_a3po.rollout.building import make_evaluator, make_sampler, pool_settings, shaping
-from megatron_a3po.rollout.client import is_loopback
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.discovery import find_servers
 from megatron_a3po.rollout.evaluator import DatasetResult
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.prompt_loading import load_prompts, load_tokenizer
+from megatron_a3po.rollout.prompt_loading import load_prompts, load_tokenizer, longest_request
 from megatron_a3po.rollout.registration import read_registrations, servers_folder
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.pool import RewardPool
 from megatron_a3po.rollout.servers import LocalServer, server_arguments
 from megatron_a3po.runtime.logging import logger
+from megatron_a3po.runtime.processes import is_loopback
 from megatron_a3po.types import Trajectory
 
 _CLOSE_SECONDS = 10.0
@@ -125,9 +125,8 @@ class RankZeroRollouts:
         return self._loop.run(self._collector.take_batch())
 
     def sample_fresh(self, num_prompts: int, max_new_tokens: int) -> list[Trajectory]:
-        """Responses by the present version to the first held-out prompts, without rewards."""
-        sampling = replace(self._sampler.sampling, num_samples=1, max_new_tokens=max_new_tokens)
-        sampled = self._sampler.sample_each(self._prompts.held_out[:num_prompts], sampling)
+        """Responses of every server by the present version to the first held-out prompts, without rewards."""
+        sampled = self._sampler.sample_everywhere(self._prompts.held_out[:num_prompts], max_new_tokens)
         responses = self._loop.run(self._collector.or_failure(sampled))
         return [trajectory for item in responses for trajectory in item.trajectories]
 
@@ -171,6 +170,7 @@ class RankZeroRollouts:
             run=f"{config.run_dir.resolve()} (host {socket.gethostname()}, process {os.getpid()})",
             min_servers=config.publish.min_servers,
             pause_mode=config.publish.pause_mode,
+            longest_request=longest_request(config, self._prompts),
             find_dead=self._server.describe_death if self._server is not None else lambda: None,
         )
         self._sampler = make_sampler(config, self._pool, self._tokenizer)

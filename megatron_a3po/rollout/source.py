@@ -121,7 +121,8 @@ class RolloutSource:
         if num_prompts == 0:
             return []
         with self._timer.phase("verify"):
-            return self._broadcast(self._rank0.sample_fresh(num_prompts, _CHECK_TOKENS) if self._rank0 else None)
+            num_tokens = min(_CHECK_TOKENS, self._config.rollout.max_new_tokens)
+            return self._broadcast(self._rank0.sample_fresh(num_prompts, num_tokens) if self._rank0 else None)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Sample the prompts of all evaluation datasets by the present version; `eval_accuracy` is the mean reward on

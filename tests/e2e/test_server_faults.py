@@ -1,6 +1,7 @@
 """Two real SGLang servers: one is refused, killed and restarted with old weights while weights are published."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ from tests.unit.test_publisher import OneRank, make_publisher
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 PUBLISH_SECONDS = 90.0
+IN_PLACE = ("--disable-radix-cache", "--disable-overlap-schedule")
 TEMPERATURE, LENGTH = 4.0, 220
 """Hot, so that responses rarely end before they are long."""
 
@@ -152,7 +154,7 @@ class Servers:
             self.wait(server)
 
     def start(self, number: int, *arguments: str, port: int | None = None) -> LocalServer:
-        options = ["--disable-radix-cache", *arguments] if number == 1 else list(arguments)
+        options = [*(IN_PLACE if number == 1 else ()), *arguments]
         server = LocalServer(self.model, self.folder / f"server{number}.log", options, port=port)
         return self._stack.enter_context(server)
 
@@ -230,14 +232,25 @@ def test_aborted_responses_are_continued_with_the_new_weights(servers: Servers) 
     run.close()
 
 
-def test_in_place_a_server_without_radix_cache_goes_on_with_the_old_keys_and_values(servers: Servers) -> None:
+def test_in_place_each_token_has_the_version_that_sampled_it_though_keys_and_values_are_old(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(servers.model, [servers.both[1].url], "in_place")
     run.publish(0)
     sampling = run.start_sampling()
-    run.publish(1)
+    zero_norm = run.weights.of(1) | {"model.norm.weight": torch.zeros_like(run.weights.of(1)["model.norm.weight"])}
+    with monkeypatch.context() as patch:
+        patch.setattr(run.weights, "of", lambda _: zero_norm)
+        run.publish(1)
     found = [trajectory for future in sampling for trajectory in future.result(120.0).trajectories]
-    assert {int(version) for item in found for version in item.weight_versions} == {0, 1}
-    run.check(run.sample(), {1})
+    versions = torch.cat([item.weight_versions for item in found])
+    logprobs = torch.cat([item.behaviour_logprobs for item in found])
+    assert set(versions.tolist()) == {0, 1}
+    # The second version gives every token the same chance, whatever it has seen.
+    is_uniform = (logprobs + math.log(zero_norm["model.embed_tokens.weight"].shape[0])).abs() < 1e-5
+    assert is_uniform[versions == 1].all() and is_uniform[versions == 0].float().mean() < 0.01
+    run.publish(2)
+    run.check(run.sample(), {2})
     run.close()
 
 

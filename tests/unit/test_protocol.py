@@ -59,17 +59,23 @@ def test_an_answer_of_a_request_aborted_while_queued_is_parsed_though_most_keys_
         changed(output_token_logprobs=GOOD["meta_info"]["output_token_logprobs"][:3]),
         changed(output_token_logprobs=GOOD["meta_info"]["output_token_logprobs"][::-1]),
         changed(output_token_logprobs=[*GOOD["meta_info"]["output_token_logprobs"], [-0.5, 1, None]]),
-        changed(output_token_logprobs=[[None, token, None] for token in GOOD["output_ids"]]),
-        changed(output_token_logprobs=[[float("nan"), token, None] for token in GOOD["output_ids"]]),
-        changed(output_token_logprobs=[[float("-inf"), token, None] for token in GOOD["output_ids"]]),
     ],
-    ids=["no logprobs", "one short", "other order", "one more", "null", "nan", "infinite"],
+    ids=["no logprobs", "one short", "other order", "one more"],
 )
 def test_logprobs_that_do_not_belong_to_the_output_tokens_are_an_error_naming_the_prompt(
     answer: dict[str, Any],
 ) -> None:
     with pytest.raises(RolloutError, match=r"task/0/3.*4 output tokens"):
         convert(answer)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_a_logprob_that_is_not_finite_is_left_to_the_loss_which_drops_and_counts_it(value: float | None) -> None:
+    first, *others = GOOD["meta_info"]["output_token_logprobs"]
+
+    logprobs = convert(changed(output_token_logprobs=[[value, *first[1:]], *others])).behaviour_logprobs
+
+    assert logprobs.isfinite().tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -125,12 +131,16 @@ def test_server_info_is_read_with_defaults_and_without_minding_other_keys() -> N
     assert (info.tp_size, info.enable_priority_scheduling) == (2, False)
 
 
-def test_a_request_asks_for_logprobs_and_carries_sampling_settings_and_priority() -> None:
+def test_a_request_asks_for_logprobs_of_the_whole_distribution_and_carries_sampling_settings_and_priority() -> None:
     request = generate_request([1, 2], num_samples=8, max_new_tokens=16, temperature=0.7, priority=-3)
 
     assert request == {
         "input_ids": [1, 2],
-        "sampling_params": {"temperature": 0.7, "max_new_tokens": 16, "n": 8},
+        "sampling_params": {
+            **{"temperature": 0.7, "max_new_tokens": 16, "n": 8, "min_new_tokens": 0, "ignore_eos": False},
+            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
+            **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+        },
         "return_logprob": True,
         "priority": -3,
     }

@@ -48,12 +48,14 @@ def test_no_more_servers_can_be_needed_than_the_run_waits_for() -> None:
     assert mistake.startswith("publish.min_servers = 3: the run has 2 rollout servers")
 
 
-def test_in_place_registered_servers_must_be_started_without_radix_cache() -> None:
-    publish = PublishConfig(pause_mode="in_place")
+def test_in_place_registered_servers_must_be_started_without_radix_cache_and_overlap() -> None:
+    publish, arguments = PublishConfig(pause_mode="in_place"), ["--disable-radix-cache", "--disable-overlap-schedule"]
 
-    (mistake,) = mistakes(config_of(publish, servers="registered"))
-    assert "add --disable-radix-cache to `rollout.server_arguments`" in mistake
-    assert mistakes(config_of(publish, servers="registered", server_arguments=["--disable-radix-cache"])) == []
+    for missing in arguments:
+        given = [argument for argument in arguments if argument != missing]
+        (mistake,) = mistakes(config_of(publish, servers="registered", server_arguments=given))
+        assert f"add {missing} to `rollout.server_arguments`" in mistake
+    assert mistakes(config_of(publish, servers="registered", server_arguments=arguments)) == []
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,11 @@ def test_in_place_registered_servers_must_be_started_without_radix_cache() -> No
         ([f"--admin-api-key={KEY}"], "everybody would see it; set `rollout.key_file` or A3PO_SERVER_KEY"),
         (["--tp", "2"], "set `rollout.server_tensor_parallel`"),
         (["--tensor-parallel-size=2"], "set `rollout.server_tensor_parallel`"),
+        (["--pp-size", "2"], "use more servers"),
+        (["--data-parallel-size=2"], "use more servers"),
+        (["--tokenizer-worker-num", "4"], "leave it out"),
+        (['--preferred-sampling-params={"top_k": 20}'], "leave it out"),
+        (["--speculative-algorithm", "EAGLE3"], "leave it out"),
         (["--host", "0.0.0.0"], "--host"),
         (["--port=30000"], "chooses free ports"),
         (["--model-path", "other"], "set `model`"),

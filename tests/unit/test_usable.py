@@ -1,0 +1,55 @@
+"""Servers as they were started that a run cannot use: each is named with the remedy, before anything is sampled."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_a3po.rollout.building import stop_token_ids
+from megatron_a3po.rollout.protocol import ServerInfo
+from megatron_a3po.rollout.usable import Demands, unusable
+
+URL = "http://10.0.0.7:30000"
+
+
+def said(info: dict[str, Any], **demands: Any) -> str | None:
+    return unusable(URL, ServerInfo.model_validate(info), Demands(**demands))
+
+
+def test_a_server_as_a_run_starts_it_is_usable() -> None:
+    info = {"max_req_input_len": 250, "preferred_sampling_params": None, "pp_size": 1, "attn_dp_size": 8}
+    assert said(info, longest_request=256) is None
+    assert said({}, longest_request=256) is None
+
+
+@pytest.mark.parametrize(
+    ("info", "remedy"),
+    [
+        ({"preferred_sampling_params": '{"top_k": 20}'}, "without --preferred-sampling-params"),
+        ({"speculative_algorithm": "EAGLE3"}, "without --speculative-algorithm"),
+        ({"tokenizer_worker_num": 4}, "without --tokenizer-worker-num"),
+        ({"pp_size": 2}, "--pp-size 2"),
+        ({"dp_size": 8}, "use --tp-size, or more servers"),
+        (
+            {"max_req_input_len": 249},
+            "has room for 255 tokens of a prompt and its response, and this run's may have 256;",
+        ),
+    ],
+)
+def test_a_server_that_cannot_work_is_named_with_the_remedy(info: dict[str, Any], remedy: str) -> None:
+    problem = said(info, longest_request=256)
+    assert problem is not None and problem.startswith(URL) and remedy in problem
+
+
+def test_the_ends_of_a_response_are_those_of_the_tokenizer_and_of_both_files_of_the_model(tmp_path: Path) -> None:
+    class Tokenizer:
+        eos_token_id = 5
+
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            raise NotImplementedError
+
+    assert stop_token_ids(tmp_path, Tokenizer()) == {5}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert stop_token_ids(tmp_path, Tokenizer()) == {5, 7, 9}
