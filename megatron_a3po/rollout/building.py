@@ -1,5 +1,8 @@
 """From the configuration to the parts that sample and reward."""
 
+import json
+from pathlib import Path
+
 from megatron_a3po.config import RunConfig
 from megatron_a3po.data.prompts import PromptSet
 from megatron_a3po.rollout.evaluator import EVALUATIONS, Evaluator
@@ -43,7 +46,18 @@ def make_sampler(config: RunConfig, pool: ServerPool, tokenizer: Decoder) -> Sam
             num_samples=rollout.group_size, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature
         ),
         max_in_flight=rollout.max_concurrent_groups * rollout.group_size,
+        stop_token_ids=stop_token_ids(config.model, tokenizer),
     )
+
+
+def stop_token_ids(model: Path, tokenizer: Decoder) -> frozenset[int]:
+    """At which SGLang ends a response: those of the tokenizer, of config.json and of generation_config.json."""
+    ids = [getattr(tokenizer, "eos_token_id", None)]
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).exists():
+            found = json.loads((model / name).read_bytes()).get("eos_token_id")
+            ids += found if isinstance(found, list) else [found]
+    return frozenset(token for token in ids if token is not None)
 
 
 def make_evaluator(config: RunConfig, prompts: PromptSet, sampler: Sampler, rewarder: Rewarder) -> Evaluator:

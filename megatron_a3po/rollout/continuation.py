@@ -10,10 +10,13 @@ from megatron_a3po.types import FinishReason
 class Continuation:
     """The responses to one request, each joined from as many parts as it took. Tokens that are there are kept."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """prompts: one for each response"""
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_token_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """prompts: one for each response. stop_token_ids: a response that ends with one of them is whole."""
         self._prompts = prompts
         self._max_new_tokens = max_new_tokens
+        self._stop_token_ids = stop_token_ids
         self.responses: list[GenerateResponse] = []
         self._open = list(range(len(prompts)))
 
@@ -30,10 +33,13 @@ class Continuation:
                 self.responses[number] = join(self.responses[number], part)
         aborted = [number for number in self._open if _is_aborted(self.responses[number])]
         reason = self.responses[aborted[0]].meta_info.finish_reason.message if aborted else None
+        self._open = []
         for number in aborted:
-            if self._left(number) == 0:
-                self.responses[number] = join(self.responses[number], _END)
-        self._open = [number for number in aborted if self._left(number) > 0]
+            if (end := self._end(number)) is not None:
+                last = GenerateResponse(meta_info=MetaInfo(finish_reason=FinishReasonInfo(type=end)))
+                self.responses[number] = join(self.responses[number], last)
+            else:
+                self._open.append(number)
         return (reason or "no reason given") if self._open else None
 
     def request(self, first: dict[str, Any]) -> dict[str, Any]:
@@ -46,11 +52,14 @@ class Continuation:
             "sampling_params": [sampling | {"max_new_tokens": self._left(number)} for number in self._open],
         }
 
+    def _end(self, number: int) -> FinishReason | None:
+        """SGLang looks whether a request is aborted before it looks whether its last token ends it."""
+        if self._stop_token_ids.intersection(self.responses[number].output_ids[-1:]):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self._left(number) == 0 else None
+
     def _left(self, number: int) -> int:
         return self._max_new_tokens - len(self.responses[number].output_ids)
-
-
-_END = GenerateResponse(meta_info=MetaInfo(finish_reason=FinishReasonInfo(type=FinishReason.LENGTH)))
 
 
 def join(first: GenerateResponse, second: GenerateResponse) -> GenerateResponse:

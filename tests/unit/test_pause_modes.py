@@ -28,6 +28,7 @@ from tests.unit.test_publisher import (  # noqa: F401
 
 PROMPT = Prompt(prompt_id="p", token_ids=(1, 2, 3))
 LENGTH = 8
+IN_PLACE = {"tp_size": 1, "disable_radix_cache": True, "disable_overlap_schedule": True}
 
 
 @pytest_asyncio.fixture
@@ -108,6 +109,22 @@ async def test_a_response_that_was_aborted_at_its_last_token_is_whole(pool: Serv
     assert [(item.response_length, str(item.finish_reason)) for item in trajectories] == [(LENGTH, "length")] * 2
 
 
+async def test_a_response_that_was_aborted_at_its_end_token_is_whole(pool: ServerPool, server: ScriptedServer) -> None:
+    cut = response(num_tokens=5, versions=["0"], finish_reason="abort", seed=11)
+    ended = response(num_tokens=4, versions=["0"], finish_reason="abort", seed=30)
+    server.script("/generate", answer([cut, ended]), calls=range(1, 2))
+    sampling = Sampling(num_samples=2, max_new_tokens=LENGTH, temperature=1.0)
+    end = frozenset(ended["output_ids"][-1:])
+    stopping = Sampler(pool, Digits(), sampling, max_in_flight=1000, stop_token_ids=end)
+
+    first, second = (await stopping.sample_group(PROMPT, 0)).trajectories
+
+    assert (first.response_length, str(first.finish_reason)) == (LENGTH, "length")
+    assert (second.token_ids.tolist(), str(second.finish_reason)) == ([1, 2, 3, *ended["output_ids"]], "stop")
+    (body,) = server.bodies("/generate")[1:]
+    assert body["input_ids"] == [[1, 2, 3, *cut["output_ids"]]]
+
+
 async def test_responses_that_are_aborted_without_a_pause_are_an_error_after_some_attempts(
     pool: ServerPool, server: ScriptedServer
 ) -> None:
@@ -118,12 +135,16 @@ async def test_responses_that_are_aborted_without_a_pause_are_an_error_after_som
         await sampler(pool).sample_group(PROMPT, 0)
 
 
-async def test_in_place_needs_servers_without_radix_cache(server: ScriptedServer) -> None:
+async def test_in_place_needs_servers_without_radix_cache_and_overlap(server: ScriptedServer) -> None:
     pool = ServerPool([server.url], timeout_seconds=5.0, pause_mode="in_place")
     with pytest.raises(RolloutError, match=rf"{server.url}.*--disable-radix-cache.*retract"):
         await pool.wait_ready(5.0)
 
     server.script("/server_info", answer({"tp_size": 1, "disable_radix_cache": True}))
+    with pytest.raises(RolloutError, match=rf"{server.url}.*--disable-overlap-schedule.*retract"):
+        await pool.wait_ready(5.0)
+
+    server.script("/server_info", answer(IN_PLACE))
     assert (await pool.wait_ready(5.0))[0].disable_radix_cache
     await pool.close()
 
@@ -135,7 +156,7 @@ def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
     first_receiver: Receiver,  # noqa: F811
 ) -> None:
     with serve(first_receiver) as (server,):
-        server.script("/server_info", answer({"tp_size": 1, "disable_radix_cache": True}))
+        server.script("/server_info", answer(IN_PLACE))
         with (
             control(server.url, pause_mode=mode) as receivers,
             make_publisher(OneRank(some_tensors, 120), receivers, 5.0) as publisher,
