@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.runtime.processes import free_port
+from megatron_a3po.runtime.processes import free_port, is_loopback
 from megatron_a3po.weights.signals import Signals
 
 _LOOK_SECONDS = 0.005
@@ -25,14 +25,18 @@ _LATER_SECONDS = 10.0
 """By which the group's own timeout comes after the publisher's, which knows more to tell"""
 
 
-def meeting_place(url: str) -> tuple[str, int]:
-    """Address and port of this machine, as a server at `url` can reach them. Nothing is sent."""
-    target = urlsplit(url)
+def meeting_place(urls: Sequence[str]) -> tuple[str, int]:
+    """Address and port of this machine, as servers at `urls` can reach them. Nothing is sent."""
+    elsewhere = [url for url in urls if not is_loopback(url)]
+    if elsewhere or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        host = urlsplit([*elsewhere, *urls][0]).hostname
+    else:  # the servers are beside rank 0, and this may be another machine
+        host = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((target.hostname, target.port or 80))
+            probe.connect((host, 80))
         except OSError as error:
-            raise PublishError(f"{url} cannot be reached: {error}") from None
+            raise PublishError(f"{host} cannot be reached: {error}") from None
         address = str(probe.getsockname()[0])
     return address, free_port(address)
 

@@ -172,7 +172,7 @@ class UpdateGroups:
         place: list[Any] = []
         problem = None
         if self._rank == owner:
-            problem = problem_of(lambda: place.extend(self._open(members.urls[0])))
+            problem = problem_of(lambda: place.extend(self._open(members.urls)))
         problem, place = gather_json([problem, place], control)[owner]
         if problem is None:
             signals = Signals(c10d._get_default_store(), self._names[owner])
@@ -193,8 +193,8 @@ class UpdateGroups:
         wait(joining, _POLITE_SECONDS)
         gather_json(None, self._control)
 
-    def _open(self, url: str) -> tuple[str, int]:
-        place = meeting_place(url)
+    def _open(self, urls: list[str]) -> tuple[str, int]:
+        place = meeting_place(urls)
         self._store = open_store(place, self._timeout_seconds)
         return place
 
