@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.config import Architecture, RunConfig
+from megatron_a3po.config.algorithm_checks import idle_keys
 from megatron_a3po.config.describe import data_parallel_ranks, describe_training
 from megatron_a3po.config.estimate import choose_output_layer, logits_bytes, readable_bytes
 
@@ -16,6 +17,7 @@ def startup_summary(
     yield f"output layer: {_output_layer(config, architecture)}"
     yield from fusions.lines()
     yield f"communication: {_overlap(config, world_size)}"
+    yield from idle_keys(config)
 
 
 def _output_layer(config: RunConfig, architecture: Architecture) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megatron_a3po.config.algorithm_checks import idle_keys
 from megatron_a3po.config.architecture import Architecture
 from megatron_a3po.config.estimate import (
     estimate_memory,
@@ -38,6 +39,7 @@ def describe_run(config: RunConfig, architecture: Architecture, world_size: int)
         f"objective: {config.proximal}, {algorithm.advantage} advantages, clip {algorithm.clip_epsilon_low:g} / "
         f"{algorithm.clip_epsilon_high:g}, tokens at most {config.max_staleness} versions old"
     )
+    yield from idle_keys(config)
     prompts = str(config.data.path) if config.data.path is not None else f"task {config.data.task}"
     evaluated = [*(["held-out prompts"] if config.data.num_held_out else []), *config.evaluation.datasets]
     yield f"prompts: {prompts}; evaluated on {', '.join(evaluated)}, {config.evaluation.num_samples} responses each"

@@ -1,0 +1,35 @@
+"""Which keys of the section `algorithm` do nothing."""
+
+from collections.abc import Iterator
+
+from megatron_a3po.config.schema import AlgorithmConfig, RunConfig
+
+def idle_keys(config: RunConfig) -> Iterator[str]:
+    """One note for each key of `algorithm` that has another value than by default, and does nothing.
+
+    Notes and no mistakes: such a key comes from a recipe whose `proximal`, say, the command line has replaced, and the
+    resolved configuration of a run does not tell the two apart.
+    """
+    default = AlgorithmConfig()
+    for keys, cause in _idle(config):
+        for key in keys:
+            value = getattr(config.algorithm, key)
+            if value != getattr(default, key):
+                yield f"note: algorithm.{key} = {value} does nothing with `{cause}`"
+
+
+def _idle(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(keys that do nothing, why)"""
+    proximal, algorithm = config.proximal, config.algorithm
+    if proximal not in ("loglinear", "linear"):
+        yield ("behaviour_weight", "fresh_anchor"), f"proximal: {proximal}"
+    if proximal == "reuse_target":  # whose ratio is 1
+        yield ("clip_epsilon_low", "clip_epsilon_high", "dual_clip"), "proximal: reuse_target"
+    if proximal == "recompute":
+        yield ("compare_with_recompute",), "proximal: recompute"
+    if algorithm.weight_cap is None:
+        yield ("weight_cap_mode", "weight_cap_level"), "algorithm.weight_cap: null"
+    elif proximal == "behaviour" and algorithm.weight_cap >= 1:  # the weight is 1
+        yield ("weight_cap", "weight_cap_mode", "weight_cap_level"), "proximal: behaviour"
+    if algorithm.kl_coefficient == 0:
+        yield ("kl_estimator",), "algorithm.kl_coefficient: 0"

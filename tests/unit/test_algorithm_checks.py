@@ -1,0 +1,90 @@
+"""Keys of the algorithm that do nothing are pointed out: those that change no loss, gradient or metric. No others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_a3po.actor.fusions import Fusions
+from megatron_a3po.actor.summary import startup_summary
+from megatron_a3po.config import RunConfig, load_architecture, load_config
+from megatron_a3po.config.algorithm_checks import idle_keys
+from megatron_a3po.config.describe import describe_run
+from tests.unit.objective_run import METHODS, Result, batch, objective, run
+from tests.unit.test_config import file, model
+
+__all__ = ["file", "model"]
+
+OTHER_VALUES: dict[str, Any] = {
+    "behaviour_weight": 0.3,
+    "fresh_anchor": "behaviour",
+    "clip_epsilon_low": 0.05,
+    "clip_epsilon_high": 0.05,
+    "dual_clip": 1.01,
+    "compare_with_recompute": True,
+    "ratio_level": "sequence",
+    "weight_cap": 1.2,
+    "weight_cap_mode": "clamp",
+    "weight_cap_level": "sequence",
+    "entropy_coefficient": 0.1,
+    "kl_coefficient": 0.1,
+    "kl_estimator": "k1",
+}
+
+
+def configuration(proximal: str, **algorithm: Any) -> RunConfig:
+    described = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"task": "t"}, "proximal": proximal}
+    return RunConfig.model_validate(described | {"algorithm": algorithm})
+
+
+def outcome(proximal: str, algorithm: dict[str, Any]) -> Result:
+    return run(objective(proximal, **algorithm), *batch())
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+@pytest.mark.parametrize(
+    "others", [{"weight_cap": 1.1}, {"weight_cap": None}, {"weight_cap": 1.1, "kl_coefficient": 0.2}], ids=str
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_key_is_noted_exactly_where_another_value_changes_nothing(
+    method: str, others: dict[str, Any], key: str
+) -> None:
+    changed = others | {key: OTHER_VALUES[key]}
+    before, after = outcome(method, others), outcome(method, changed)
+    same = (
+        torch.equal(before.loss, after.loss)
+        and torch.equal(before.on_logprobs, after.on_logprobs)
+        and (before.on_entropy is None) == (after.on_entropy is None)
+        and before.metrics == after.metrics
+    )
+    noted = [note for note in idle_keys(configuration(method, **changed)) if f"algorithm.{key} = " in note]
+    assert len(noted) == same
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_defaults_are_not_noted(method: str) -> None:
+    assert list(idle_keys(configuration(method))) == []
+
+
+def test_a_recipe_whose_method_the_command_line_replaces_still_runs_and_says_what_does_nothing_now(
+    file: Path,
+) -> None:
+    more = "  behaviour_weight: 0.5\n  clip_epsilon_high: 0.28\n  weight_cap_mode: clamp\n  kl_estimator: k1\n"
+    file.write_text(f"{file.read_text()}algorithm:\n{more}")
+    as_it_is = load_config(file, ["algorithm.kl_coefficient=0.1"], {})
+    replaced = load_config(file, ["proximal=reuse_target", "algorithm.weight_cap=null"], {})
+    architecture = load_architecture(as_it_is.model)
+    fusions = Fusions(transformer_engine=None, optimizer="torch AdamW", gradient_accumulation=False)
+
+    assert list(idle_keys(as_it_is)) == []
+    for lines in (
+        describe_run(replaced, architecture, 1),
+        startup_summary(replaced, architecture, fusions, world_size=1),
+    ):
+        assert {line for line in lines if line.startswith("note: ")} == {
+            "note: algorithm.behaviour_weight = 0.5 does nothing with `proximal: reuse_target`",
+            "note: algorithm.clip_epsilon_high = 0.28 does nothing with `proximal: reuse_target`",
+            "note: algorithm.weight_cap_mode = clamp does nothing with `algorithm.weight_cap: null`",
+            "note: algorithm.kl_estimator = k1 does nothing with `algorithm.kl_coefficient: 0`",
+        }
