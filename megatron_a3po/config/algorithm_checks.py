@@ -1,8 +1,23 @@
-"""Which keys of the section `algorithm` do nothing."""
+"""Checks of the section `algorithm`, and which of its keys do nothing."""
 
 from collections.abc import Iterator
 
+from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import AlgorithmConfig, RunConfig
+
+_GREEDY_BELOW = 1e-6
+"""SGLang's _SAMPLING_EPS"""
+
+
+def algorithm_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    if config.rollout.temperature < _GREEDY_BELOW:
+        yield Mistake(
+            "rollout.temperature",
+            config.rollout.temperature,
+            f"below {_GREEDY_BELOW:g} SGLang always takes the likeliest token, and reports log-probs at temperature 1",
+            f"use 1, or at least {_GREEDY_BELOW:g}",
+        )
+
 
 def idle_keys(config: RunConfig) -> Iterator[str]:
     """One note for each key of `algorithm` that has another value than by default, and does nothing.

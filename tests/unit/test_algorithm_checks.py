@@ -1,5 +1,7 @@
 """Keys of the algorithm that do nothing are pointed out: those that change no loss, gradient or metric. No others."""
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from megatron_a3po.actor.summary import startup_summary
 from megatron_a3po.config import RunConfig, load_architecture, load_config
 from megatron_a3po.config.algorithm_checks import idle_keys
 from megatron_a3po.config.describe import describe_run
+from megatron_a3po.errors import ConfigError
 from tests.unit.objective_run import METHODS, Result, batch, objective, run
 from tests.unit.test_config import file, model
 
@@ -88,3 +91,19 @@ def test_a_recipe_whose_method_the_command_line_replaces_still_runs_and_says_wha
             "note: algorithm.weight_cap_mode = clamp does nothing with `algorithm.weight_cap: null`",
             "note: algorithm.kl_estimator = k1 does nothing with `algorithm.kl_coefficient: 0`",
         }
+
+
+@pytest.mark.parametrize("temperature", [5e-7, 9.9e-7, 1e-6, 0.6])
+def test_a_temperature_is_refused_exactly_where_sglang_samples_greedily_instead(temperature: float, file: Path) -> None:
+    package = find_spec("sglang")
+    if package is None or package.origin is None:
+        pytest.skip("SGLang is not installed")
+    source = (Path(package.origin).parent / "srt" / "sampling" / "sampling_params.py").read_text(encoding="utf-8")
+    (bound,) = re.findall(r"^_SAMPLING_EPS = (.+)$", source, re.MULTILINE)
+    assert "if 0 <= self.temperature < _SAMPLING_EPS:" in source
+
+    if temperature >= float(bound):
+        assert load_config(file, [f"rollout.temperature={temperature}"], {}).rollout.temperature == temperature
+    else:
+        with pytest.raises(ConfigError, match=r"1\. rollout\.temperature = .* SGLang .*; use 1, or at least 1e-06"):
+            load_config(file, [f"rollout.temperature={temperature}"], {})
