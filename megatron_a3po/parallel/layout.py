@@ -37,6 +37,7 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
     """
     _allow_open_files()
     if device == "cuda":
+        _let_segments_grow()
         torch.cuda.set_device(info.local_rank)
     timeout = timedelta(seconds=timeout_seconds)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -54,6 +55,15 @@ def _allow_open_files() -> None:
     """Each of Megatron's groups connects all of its ranks by gloo too: of 256 ranks, one has some 1,600 connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _let_segments_grow() -> None:
+    """Every pack has another length, which fragments fixed segments of GPU memory. The user's own settings remain.
+
+    Not in the environment: rollout servers would inherit it, and share memory among processes by other means.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _store(info: RankInfo, timeout: timedelta) -> dist.Store:
