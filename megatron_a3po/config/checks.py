@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from megatron_a3po.config.algorithm_checks import algorithm_mistakes
-from megatron_a3po.config.algorithm_checks import algorithm_mistakes
 from megatron_a3po.config.data_checks import data_mistakes
 from megatron_a3po.config.layout_checks import rank_mistakes
 from megatron_a3po.config.mistakes import Mistake
@@ -25,7 +24,6 @@ def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
         *_delta(config),
         *data_mistakes(config),
         *_training(config),
-        *algorithm_mistakes(config),
         *algorithm_mistakes(config),
         *_optimizer(config),
         *_checkpoints(config),
