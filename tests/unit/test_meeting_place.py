@@ -36,12 +36,9 @@ class Probe:
 def test_the_address_is_one_that_all_servers_reach(
     urls: list[str], local_world_size: int, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": str(local_world_size),
-        "MASTER_ADDR": "10.0.0.1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setattr(joining.socket, "socket", Probe)
     monkeypatch.setattr(joining, "free_port", lambda address: 7)
 
