@@ -7,6 +7,7 @@ after they were opened, which is what a lease needs: it outlives no run by long,
 import asyncio
 import math
 import time
+from collections.abc import Awaitable
 from contextlib import suppress
 
 from megatron_a3po.errors import RolloutError
@@ -17,6 +18,8 @@ LEASE_SECONDS = 10.0
 """A run that was killed has a server for so long."""
 RETRY_SECONDS = 1.0
 _CALL_SECONDS = 5.0
+_LATE_SECONDS = 120.0
+"""A later answer of a busy scheduler is not waited for: the machine behind the connection may be gone."""
 
 
 class Lease:
@@ -31,6 +34,10 @@ class Lease:
         """when, by this process's clock; the server's time runs from a little later on"""
         self._keeper: asyncio.Task[None] | None = None
         self._attempts = asyncio.Lock()
+        self._calls: dict[str, asyncio.Task[float]] = {}
+        """By name of the session: calls to open it whose answers nobody has seen yet"""
+        self.last_answer = -math.inf
+        """By time.monotonic(): when the server's scheduler has last granted or refused anything to this lease"""
 
     @property
     def is_held(self) -> bool:
@@ -55,7 +62,7 @@ class Lease:
         async with self._attempts:
             if self.is_held:
                 return True
-            if not await self._take_anew():
+            if not await self._or_refused(self._take_anew()):
                 return False
             if self._keeper is not None:
                 self._keeper.cancel()
@@ -68,31 +75,42 @@ class Lease:
         if self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
+        for call in self._calls.values():
+            call.cancel()
         for name in _SESSIONS if held else ():
             with suppress(RolloutError):
                 await self._end(name)
 
     async def _keep(self) -> None:
-        """Ends when the other session is refused for longer than one lasts that this run has opened."""
+        """Ends when a session is refused for longer than one lasts that this run has opened."""
         pause, num_refused = LEASE_SECONDS / 2, 0
-        while num_refused * RETRY_SECONDS < LEASE_SECONDS + 2 * RETRY_SECONDS:
+        # SGLang looks once a second for sessions that have ended.
+        while num_refused * RETRY_SECONDS < LEASE_SECONDS + 4 * RETRY_SECONDS:
             await asyncio.sleep(pause)
             pause = RETRY_SECONDS
-            with suppress(RolloutError):  # whether a server is gone is looked at elsewhere
+            try:
                 async with self._attempts:
-                    is_prolonged = await (self._take_anew() if self._is_over else self._prolong())
-                if is_prolonged:
-                    num_refused, pause = 0, LEASE_SECONDS / 2
-                else:
-                    num_refused += 1
+                    is_prolonged = await self._or_refused(self._take_anew() if self._is_over else self._prolong())
+            except RolloutError:
+                # Whether a server is gone is looked at elsewhere. What a busy scheduler was asked for, it may open
+                # later, and then it refuses this run for as long as a session lasts.
+                num_refused = 0
+                continue
+            if is_prolonged:
+                num_refused, pause = 0, LEASE_SECONDS / 2
+            else:
+                num_refused += 1
 
     async def _take_anew(self) -> bool:
         before = time.monotonic()
         first, second = _SESSIONS
         if not await self._try_to_open(first):
             return False
-        is_free = await self._try_to_open(second)
-        await self._end(second if is_free else first)
+        is_free = False
+        try:
+            is_free = await self._try_to_open(second)
+        finally:
+            await self._end(second if is_free else first)
         if is_free:
             self._number, self._opened = 0, before
         return is_free and not self._is_over
@@ -109,13 +127,50 @@ class Lease:
         self._number, self._opened = other, before
         return True
 
-    async def _try_to_open(self, name: str) -> bool:
-        body = {"session_id": name, "timeout": LEASE_SECONDS, "capacity_of_str_len": 0}
+    async def _or_refused(self, attempt: Awaitable[bool]) -> bool:
+        """Whether it succeeded. Raises RolloutError without an answer of the scheduler.
+
+        SGLang's front end may have refused by itself, for a call of somebody else that waits for the busy scheduler, or
+        for one of this run whose connection was lost.
+        """
+        if await attempt:
+            return True
         try:
-            await self._client.post("/open_session", body, _CALL_SECONDS)
+            async with asyncio.timeout(_CALL_SECONDS):
+                await self._client.server_info()
+        except TimeoutError:
+            message = f"{self._client.url}/server_info gave no answer within {_CALL_SECONDS:g} s"
+            raise RolloutError(message) from None
+        self.last_answer = time.monotonic()
+        return False
+
+    async def _try_to_open(self, name: str) -> bool:
+        """Raises RolloutError without an answer."""
+        if name in self._calls:
+            opened = await self._answer(name)
+            if opened is not None and time.monotonic() - opened < LEASE_SECONDS / 2:
+                await self._end(name)  # this run has opened it, and cannot tell for how long it has it
+        self._calls[name] = asyncio.create_task(self._open(name))
+        return await self._answer(name) is not None
+
+    async def _open(self, name: str) -> float:
+        # Until the scheduler has answered, SGLang's front end refuses every other call for this name.
+        body = {"session_id": name, "timeout": LEASE_SECONDS, "capacity_of_str_len": 0}
+        await self._client.post("/open_session", body, _LATE_SECONDS)
+        return time.monotonic()
+
+    async def _answer(self, name: str) -> float | None:
+        """To the last call for it: when it came, if it is open; None if not. Raises RolloutError without one."""
+        call = self._calls[name]
+        if not (await asyncio.wait({call}, timeout=_CALL_SECONDS))[0]:
+            raise RolloutError(f"{self._client.url}/open_session gave no answer within {_CALL_SECONDS:g} s")
+        del self._calls[name]
+        try:
+            opened = call.result()
         except RequestRefused:
-            return False
-        return True
+            return None
+        self.last_answer = opened
+        return opened
 
     async def _end(self, name: str) -> None:
         await self._client.post("/close_session", {"session_id": name}, _CALL_SECONDS)

@@ -53,6 +53,11 @@ class ScriptedServer:
         self._running.set()
         self._aborted = asyncio.Event()
         self._aborting_pauses = 0
+        self.scheduler_is_free = asyncio.Event()
+        """Cleared: the front end answers, and what is left to the scheduler waits."""
+        self.scheduler_is_free.set()
+        self._opening: set[str] = set()
+        self._left_to_scheduler: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         application = web.Application()
@@ -66,6 +71,8 @@ class ScriptedServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._left_to_scheduler:
+            task.cancel()
         await self._runner.cleanup()
 
     def script(self, path: str, action: Action, calls: range = range(1, 1_000_000)) -> None:
@@ -92,6 +99,8 @@ class ScriptedServer:
         usual = getattr(self, "_" + path.strip("/"), None)
         if usual is None:
             return web.json_response({"error": {"message": f"{path}: unknown"}}, status=404)
+        if path not in ("/ready", "/model_info", "/open_session", "/close_session"):
+            await self.scheduler_is_free.wait()
         answer: web.StreamResponse = await (usual(body, number) if path == "/generate" else usual(body))
         return answer
 
@@ -172,16 +181,42 @@ class ScriptedServer:
         return success()
 
     async def _open_session(self, body: Json) -> web.Response:
-        name, now = body["session_id"], asyncio.get_running_loop().time()
-        if self.sessions.get(name, now) > now:
-            message = "Failed to open the session. Check if a session with the same id is still open."
-            return web.json_response({"error": {"message": message}}, status=400)
-        self.sessions[name] = now + body["timeout"]
-        return web.json_response(name)
+        name, is_open = body["session_id"], False
+
+        async def open_session() -> None:
+            nonlocal is_open
+            now = asyncio.get_running_loop().time()
+            is_open = self.sessions.get(name, now) <= now
+            if is_open:
+                self.sessions[name] = now + body["timeout"]
+            self._opening.discard(name)
+
+        if name not in self._opening:
+            self._opening.add(name)
+            await asyncio.shield(self._leave_to_scheduler(open_session))
+        if is_open:
+            return web.json_response(name)
+        message = "Failed to open the session. Check if a session with the same id is still open."
+        return web.json_response({"error": {"message": message}}, status=400)
 
     async def _close_session(self, body: Json) -> web.Response:
-        self.sessions.pop(body["session_id"], None)
+        async def close_session() -> None:
+            self.sessions.pop(body["session_id"], None)
+
+        self._leave_to_scheduler(close_session)
         return web.Response()
+
+    def _leave_to_scheduler(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
+        """It is done also when whoever asked has gone."""
+
+        async def do() -> None:
+            await self.scheduler_is_free.wait()
+            await work()
+
+        task = asyncio.create_task(do())
+        self._left_to_scheduler.add(task)
+        task.add_done_callback(self._left_to_scheduler.discard)
+        return task
 
     async def _update_weight_version(self, body: Json) -> web.Response:
         self.version = body["new_version"]

@@ -1,6 +1,7 @@
 """Of two runs that want one server, the second is refused while the first lives, and has it soon after."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -142,6 +143,70 @@ async def test_a_run_that_stood_still_for_longer_than_a_lease_does_not_take_its_
         await asyncio.sleep(0.03)
     assert lease.is_lost
     await other.release()
+
+
+@pytest.mark.parametrize("late_seconds", [0.2, 60.0])
+@pytest.mark.parametrize("num_leases", [0.9, 3.0])
+async def test_a_run_keeps_its_server_whose_scheduler_was_busy(
+    start: StartRun, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, num_leases: float, late_seconds: float
+) -> None:
+    """Of calls that it has given up, the sessions are opened all the same, and stand in its own way."""
+    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(lease_module, "_LATE_SECONDS", late_seconds)
+    async with ScriptedServer() as lonely:
+        run = await start(FIRST, lonely.url, min_servers=1)
+        for one in (server, lonely):
+            publish(run, one, 3)
+        lease = run.states.servers[0].lease
+        watch = asyncio.create_task(run.watch())
+        server.scheduler_is_free.clear()
+        await asyncio.sleep(num_leases * LEASE_SECONDS)
+        server.scheduler_is_free.set()
+        await asyncio.sleep(1.5 * LEASE_SECONDS)
+        await wait_until(lambda: lease.is_held)
+        assert run.states.quarantined == [] and not watch.done()
+        watch.cancel()
+
+
+async def test_a_run_that_took_a_server_while_its_scheduler_was_busy_is_found_soon_after(
+    start: StartRun, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+    async with ScriptedServer() as lonely:
+        run = await start(FIRST, lonely.url, min_servers=1)
+        for one in (server, lonely):
+            publish(run, one, 3)
+        watch = asyncio.create_task(run.watch())
+        server.scheduler_is_free.clear()
+        await asyncio.sleep(LEASE_SECONDS)
+        server.sessions = dict.fromkeys(lease_module._SESSIONS, float("inf"))
+        server.scheduler_is_free.set()
+        await wait_until(lambda: [out.url for out in run.states.quarantined] == [server.url])
+        assert "another run that is alive" in str(run.states.quarantined[0].error)
+        watch.cancel()
+
+
+async def test_a_lease_says_when_the_scheduler_has_last_answered(
+    start: StartRun, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+    before = time.monotonic()
+    run = await start(FIRST)
+    lease, other = run.states.servers[0].lease, Lease(run.clients[0])
+    assert before < lease.last_answer < time.monotonic() and other.last_answer < before
+
+    before = time.monotonic()
+    assert not await other.take()
+    assert before < other.last_answer < time.monotonic()
+
+    server.scheduler_is_free.clear()
+    silent = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(RolloutError, match="gave no answer"):
+            await other.take()
+    assert max(lease.last_answer, other.last_answer) < silent
+    server.scheduler_is_free.set()
+    await wait_until(lambda: lease.last_answer > silent)
 
 
 async def test_a_session_that_was_opened_late_is_given_back(start: StartRun, server: ScriptedServer) -> None:
