@@ -1,8 +1,7 @@
 """One rollout server over HTTP."""
 
-import ipaddress
+import math
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -23,22 +22,13 @@ KEEP_ALIVE_SECONDS = 2.0
 """Below the server's own 5 s: a request on a connection that the server is closing would fail."""
 
 
-def is_loopback(url: str) -> bool:
-    """Whether no other machine reaches this address."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class SGLangClient:
     """Calls of one SGLang server. Every failure is a RolloutError that holds the server's own words."""
 
     def __init__(
         self, url: str, session: aiohttp.ClientSession, timeout_seconds: float, key: str | None = None
     ) -> None:
-        """key: sent with every call."""
+        """timeout_seconds: of calls that name none of their own. key: sent with every call."""
         self.url = url.rstrip("/")
         self.in_flight = 0
         """Requests under way, for balancing; counted by the pool, from its choice on."""
@@ -47,7 +37,8 @@ class SGLangClient:
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
-        answer = await self.post("/generate", request)
+        """However long it takes."""
+        answer = await self._call("POST", "/generate", request, timeout_seconds=None)
         answers = answer if isinstance(answer, list) else [answer]
         return [parse_answer(GenerateResponse, item, f"{self.url}/generate") for item in answers]
 
@@ -96,7 +87,7 @@ class SGLangClient:
         """The decoded answer of a POST. Raises RolloutError on any status but 200, RolloutServerDied without answer."""
         return await self._call("POST", path, body, timeout_seconds or self._timeout_seconds)
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> Any:
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds)
         request = self._session.request(
             method, self.url + path, json=body, timeout=timeout, headers=self._headers, allow_redirects=False
@@ -115,7 +106,7 @@ class SGLangClient:
                     raise error(f"{self.url}{path} answered {response.status}: {text[:2000]}")
                 return await response.json() if "json" in response.content_type else text
         except TimeoutError:
-            raise RolloutError(f"{self.url}{path} gave no answer within {timeout_seconds:g} s") from None
+            raise RolloutError(f"{self.url}{path} gave no answer within {timeout_seconds or math.inf:g} s") from None
         except aiohttp.ClientError as error:
             # Not its repr: that of an answer which is no HTTP shows the headers of the request, and with them the key.
             raise RolloutServerDied(f"{self.url}{path}: connection lost ({type(error).__name__}: {error})") from None

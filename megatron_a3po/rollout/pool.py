@@ -7,10 +7,12 @@ from typing import Any
 import aiohttp
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
+from megatron_a3po.rollout.asking import PATIENCE, Overdue, ask
 from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
 from megatron_a3po.rollout.lease import LEASE_SECONDS, RETRY_SECONDS
 from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, is_unfinished
 from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
+from megatron_a3po.rollout.usable import Demands, unusable
 from megatron_a3po.runtime.logging import logger
 
 _WATCH_SECONDS = 1.0
@@ -34,10 +36,11 @@ class ServerPool:
         run: str | None = None,
         min_servers: int | None = None,
         pause_mode: str = "retract",
+        longest_request: int = 0,
         find_dead: Callable[[], str | None] = lambda: None,
     ) -> None:
         """run: who this is, for other runs. min_servers: with fewer that are not in quarantine, everything here raises;
-        None: all of them."""
+        None: all of them. longest_request: tokens of a prompt and its response, at most."""
         # Created inside the loop: aiohttp binds the session to the loop that runs then.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector)
@@ -46,9 +49,11 @@ class ServerPool:
         self.run = run
         self.states = ServerStates([Server(client, run) for client in self.clients], min_servers)
         self.pause_mode = pause_mode
+        self._demands = Demands(pause_mode=pause_mode, longest_request=longest_request)
         self.num_pauses = 0
         self.case_closed = False
         """A publication has failed: what fails now is a consequence, and no server is to blame for it."""
+        self._silence_seconds = timeout_seconds
         self._find_dead = find_dead
 
     def add(self, url: str) -> None:
@@ -110,27 +115,27 @@ class ServerPool:
 
     def unusable(self, server: Server, info: ServerInfo) -> str | None:
         """Why this run cannot use such a server, with the remedy; None if it can."""
-        if self.pause_mode == "in_place" and not info.disable_radix_cache:
-            return (
-                f"{server.url} has a radix cache, in which the keys and values of old weights would survive "
-                "`publish.pause_mode: in_place`; start the server with --disable-radix-cache, or use `retract`"
-            )
-        return None
+        return unusable(server.url, info, self._demands)
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
         """Ask the least busy server that holds a confirmed version; if it goes into quarantine, another one.
 
-        A lost connection is tried again, on another server if there is one. Raises RequestRefused, and RolloutError
-        when the servers are too few.
+        A lost connection is tried again, on another server if there is one; so is a request that its server does not
+        answer, with more patience every time: it may simply take so long. Raises RequestRefused, and RolloutError when
+        the servers are too few.
         """
-        lost = 0
+        lost, silence = 0, self._silence_seconds
+        patience = PATIENCE * silence
         failed: Server | None = None
         while True:
             server = await self._choose(failed)
             try:
-                return await self._ask(server, request)
+                return await ask(self.states, server, request, silence_seconds=silence, patience_seconds=patience)
             except RequestRefused:
                 raise
+            except Overdue as error:
+                logger.warning("%s; it goes to another server, if there is one", error)
+                failed, patience = server, 2 * patience
             except Quarantined as error:
                 logger.info("%s; its request goes to another server", error)
             except RolloutServerDied as error:
@@ -145,21 +150,6 @@ class ServerPool:
             except RolloutError as error:
                 self.states.quarantine(server, error)
 
-    async def _ask(self, server: Server, request: dict[str, Any]) -> list[GenerateResponse]:
-        """Raises Quarantined when the server is out before its responses are accepted."""
-        confirmed = server.version
-        assert confirmed is not None
-        server.client.in_flight += 1
-        try:
-            await self._verify(server)
-            responses = await server.unless_quarantined(server.client.generate(request))
-        finally:
-            server.client.in_flight -= 1
-        if (problem := server.label_problem(responses, confirmed)) is not None:
-            self.states.quarantine(server, problem)
-            raise Quarantined(f"{server.url} was put into quarantine")
-        return responses
-
     async def _choose(self, failed: Server | None) -> Server:
         while True:
             self.states.raise_if_too_few()
@@ -169,20 +159,6 @@ class ServerPool:
                 others = [server for server in routable if server is not failed]
                 return min(others or routable, key=lambda server: server.client.in_flight)
             await self.states.wait_for_change()
-
-    async def _verify(self, server: Server) -> None:
-        """A server that a connection was lost to may be another process by now. Raises RolloutServerDied without an
-        answer, Quarantined when it is another one."""
-        if not server.is_suspect:
-            return
-        try:
-            info = await server.client.server_info()
-        except RolloutError as error:
-            raise RolloutServerDied(str(error)) from None
-        if server.info is not None and info.startup_time != server.info.startup_time:
-            self.states.quarantine(server, RolloutError(f"{server.url} was restarted, with weights of its own"))
-            raise Quarantined(f"{server.url} was restarted")
-        server.is_suspect = False
 
     async def post_to_all(
         self, path: str, body: dict[str, Any], timeout_seconds: float | None = None, *, together: bool = False

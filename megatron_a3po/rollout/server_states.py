@@ -1,6 +1,8 @@
 """What the run knows of each rollout server, and whether that is enough to go on. Lives in the pool's event loop."""
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Sequence
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
@@ -41,7 +43,11 @@ class Server:
         self.groups: list[str] = []
         """Names of the update groups that it was asked to join, and has not answered yet to have left"""
         self.failures = 0
-        """In a row, without a confirmed version in between"""
+        """Quarantines, until it has answered a request and then received another version"""
+        self.has_answered = False
+        """A response of it was accepted since it takes part."""
+        self.heard = -math.inf
+        """When it last gave a response, or was first asked for one, by the clock of `ServerStates`"""
         self.skips = 0
         """So many publications pass before it is tried again."""
         self.is_returning = False
@@ -75,7 +81,7 @@ class Server:
 
     def leave(self, error: RolloutError) -> None:
         self.error, self.version, self.is_whole, self.is_suspect = error, None, False, False
-        self.is_returning = False
+        self.is_returning = self.has_answered = False
         self.skips = min(2**self.failures - 1, _MAX_SKIPPED)
         self.failures += 1
         self._out.set()
@@ -111,7 +117,9 @@ class ServerStates:
         """Another number whenever others take part in publications than before"""
         self.num_resyncs = 0
         self._quarantined: list[Server] = []
-        self._publishing = False
+        self._publishing_since: float | None = None
+        self._publishing_seconds = 0.0
+        """Of all publications that have ended"""
         self._failure: RolloutError | None = None
         self._changed = asyncio.Event()
 
@@ -143,7 +151,7 @@ class ServerStates:
             len(self.members),
             len(self.servers),
         )
-        if not self._publishing:
+        if self._publishing_since is None:
             self.fail_if_too_few()
         self._tell()
 
@@ -167,10 +175,15 @@ class ServerStates:
 
     def begin_publication(self) -> None:
         """Until its end, the publisher decides whether the servers are too few: another way to them may be left."""
-        self._publishing = True
+        if self._publishing_since is None:
+            self._publishing_since = time.monotonic()
 
     def end_publication(self) -> None:
-        self._publishing = False
+        if self._publishing_since is not None:
+            self._publishing_seconds += time.monotonic() - self._publishing_since
+            self._publishing_since = None
+        for server in self.members:
+            server.heard = self.clock()
         self.fail_if_too_few()
 
     def begin_update(self) -> None:
@@ -181,12 +194,30 @@ class ServerStates:
     def confirm(self, version: int) -> None:
         """All members hold all of `version`, and nothing else."""
         for server in self.members:
-            server.version, server.is_whole, server.failures = version, True, 0
+            server.version, server.is_whole = version, True
+            if server.has_answered:
+                server.failures = 0
             if server.is_returning:
                 server.is_returning = False
                 self.num_resyncs += 1
                 logger.info("%s is back, with version %d", server.url, version)
         self._tell()
+
+    def accept(self, server: Server) -> None:
+        """A response of it is used."""
+        server.heard, server.has_answered = self.clock(), True
+
+    def clock(self) -> float:
+        """Seconds, as `time.monotonic` counts them outside publications: in one, servers are paused, or load."""
+        now = self._publishing_since if self._publishing_since is not None else time.monotonic()
+        return now - self._publishing_seconds
+
+    def silence(self, server: Server) -> float:
+        """Seconds since the last sign of life of a server that is asked for responses, or since the last publication.
+        Its scheduler, which samples them, also answers for the lease, between two batches."""
+        if self._publishing_since is not None:
+            return 0.0
+        return min(self.clock() - server.heard, time.monotonic() - server.lease.last_answer)
 
     def fail_if_too_few(self) -> None:
         if not self.enough and self._failure is None:

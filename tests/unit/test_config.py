@@ -164,7 +164,7 @@ WRONG_VALUES = """
     device=gpu proximal=none data.task=1 data.task_options=3 data=x rollout= rollout.servers=remote rollout.servers=[1]
     rollout.group_size=1 rollout.server_arguments=--x algorithm.weight_cap=0 algorithm.weight_cap=.nan
     algorithm.clip_epsilon_low=1.5 algorithm.dual_clip=1.0 publish.verify_prompts='6' optimizer.learning_rate='1e-4'
-    optimizer.learning_rate=.inf parallel.tensor=yes
+    optimizer.learning_rate=.inf rollout.request_timeout_seconds=20 parallel.tensor=yes
 """
 
 

@@ -179,17 +179,6 @@ async def test_requests_under_way_leave_a_server_that_falls_silent(pair: Pair) -
     watch.cancel()
 
 
-async def test_a_request_that_is_never_answered_costs_its_server_and_not_the_run(pair: Pair) -> None:
-    pool = ServerPool([pair.first.url, pair.second.url], timeout_seconds=0.3, min_servers=1)
-    pool.states.confirm(3)
-    pair.first.script("/generate", hang)
-
-    await asyncio.wait_for(asyncio.gather(*(pool.generate(REQUEST) for _ in range(4))), 60.0)
-
-    assert [server.url for server in pool.states.quarantined] == [pair.first.url]
-    await pool.close()
-
-
 async def test_with_too_few_servers_every_request_and_the_watch_end_with_all_culprits(pair: Pair) -> None:
     watch = asyncio.create_task(pair.pool.watch())
     pair.first.version = "default"
