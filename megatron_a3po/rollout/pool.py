@@ -117,8 +117,8 @@ class ServerPool:
         """Why this run cannot use such a server, with the remedy; None if it can."""
         return unusable(server.url, info, self._demands)
 
-    async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
-        """Ask the least busy server that holds a confirmed version; if it goes into quarantine, another one.
+    async def generate(self, request: dict[str, Any], chosen: Server | None = None) -> list[GenerateResponse]:
+        """Ask `chosen`, or the least busy server, which holds a confirmed version; if it goes into quarantine, another.
 
         A lost connection is tried again, on another server if there is one; so is a request that its server does not
         answer, with more patience every time: it may simply take so long. Raises RequestRefused, and RolloutError when
@@ -128,7 +128,7 @@ class ServerPool:
         patience = PATIENCE * silence
         failed: Server | None = None
         while True:
-            server = await self._choose(failed)
+            server = chosen if chosen is not None and chosen.is_routable else await self._choose(failed)
             try:
                 return await ask(self.states, server, request, silence_seconds=silence, patience_seconds=patience)
             except RequestRefused:

@@ -3,8 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import batched
+from dataclasses import dataclass, replace
+from itertools import batched, cycle, islice
 from typing import Protocol
 
 from megatron_a3po.data.prompts import Prompt
@@ -12,6 +12,7 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.continuation import Continuation
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import GenerateResponse, generate_request, to_trajectory
+from megatron_a3po.rollout.server_states import Server
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import Trajectory
 
@@ -52,9 +53,18 @@ class Sampling:
 class Sampler:
     """Samples responses."""
 
-    def __init__(self, pool: ServerPool, tokenizer: Decoder, sampling: Sampling, *, max_in_flight: int) -> None:
-        """`sampling`: for groups. max_in_flight: responses that an evaluation asks for at one time, since the time in a
-        server's queue counts as waiting for an answer."""
+    def __init__(
+        self,
+        pool: ServerPool,
+        tokenizer: Decoder,
+        sampling: Sampling,
+        *,
+        max_in_flight: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`sampling`: for groups. max_in_flight: responses that an evaluation asks for at one time, since what waits
+        long in a server's queue is given to another one. stop_token_ids: at which servers end a response."""
+        self._stop_token_ids = stop_token_ids
         self._pool = pool
         self._tokenizer = tokenizer
         self.sampling = sampling
@@ -84,8 +94,27 @@ class Sampler:
         responses = batched((response for answer in answers for response in answer), sampling.num_samples)
         return [self._responses(prompt, -1, item) for prompt, item in zip(prompts, responses, strict=True)]
 
+    async def sample_everywhere(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Responses]:
+        """Of every server a response to one prompt at least, before everything else that waits. The prompts are dealt
+        to the servers in turn, from the first one again where they are fewer."""
+        if not prompts:
+            return []
+        sampling = replace(self.sampling, num_samples=1, max_new_tokens=max_new_tokens)
+        servers: list[Server | None] = [server for server in self._pool.states.members if server.is_routable] or [None]
+        dealt = list(islice(cycle(prompts), max(len(prompts), len(servers))))
+        hands = [dealt[number :: len(servers)] for number in range(len(servers))]
+        asked = zip(hands, servers, strict=True)
+        answers = await asyncio.gather(
+            *(self._generate(hand, sampling, priority=URGENT, server=server) for hand, server in asked)
+        )
+        return [
+            self._responses(prompt, -1, [response])
+            for hand, answer in zip(hands, answers, strict=True)
+            for prompt, response in zip(hand, answer, strict=True)
+        ]
+
     async def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, priority: int
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, priority: int, server: Server | None = None
     ) -> list[GenerateResponse]:
         """Several responses to one prompt, or one to each of several. Those that are aborted go on from the tokens that
         they have: half a response is neither right nor wrong."""
@@ -99,11 +128,11 @@ class Sampler:
         )
         name = f"prompt {prompts[0].prompt_id}"
         repeated = [ids for ids in token_ids for _ in range(sampling.num_samples)]
-        sampled = Continuation(repeated, sampling.max_new_tokens)
+        sampled = Continuation(repeated, sampling.max_new_tokens, self._stop_token_ids)
         attempts = 0
         while attempts < _ATTEMPTS:
             num_pauses = self._pool.num_pauses
-            parts = await self._pool.generate(sampled.request(whole))
+            parts = await self._pool.generate(sampled.request(whole), server)
             if len(parts) != sampled.num_open:
                 raise RolloutError(f"{name}: {len(parts)} of {sampled.num_open} responses")
             if (reason := sampled.add(parts)) is None:
