@@ -36,3 +36,21 @@ def test_values_and_gradients_equal_double_precision(
     torch.testing.assert_close(entropy.cpu().double(), expected_entropy, rtol=1e-5, atol=1e-4)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         assert (ours.cpu().double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_the_loss_leaves_out_is_in_no_gradient_when_its_logits_overflow(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(300, 256, generator=generator).sign()
+    weight = torch.randn(5000, 256, generator=generator).to("cuda", dtype).requires_grad_()
+    labels = torch.randint(0, 5000, (300,), generator=generator).cuda()
+    used, results = torch.arange(300, device="cuda") != 7, []
+    for size in (1.0, 3e38):
+        hidden[7] = size * hidden[7].sign()
+        leaf = hidden.to("cuda", dtype, copy=True).requires_grad_()
+        logprobs, entropy = linear_logprobs_and_entropy(leaf, weight, labels, None, with_entropy=True)
+        assert logprobs[7].isfinite() == (size == 1.0)
+        gradients = torch.autograd.grad((logprobs + 0.3 * entropy)[used].sum(), (leaf, weight))
+        results.append([logprobs.detach()[used], entropy.detach()[used], *gradients])
+
+    assert all(torch.equal(broken, clean) for clean, broken in zip(*results, strict=True))

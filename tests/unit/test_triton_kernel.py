@@ -104,5 +104,29 @@ def test_the_check_at_the_start_passes_with_a_right_kernel_and_finds_a_wrong_one
     assert process.returncode == 0, process.stderr
 
 
+def test_a_token_whose_logits_overflow_is_not_finite_itself_and_leaves_its_neighbours_as_they_are() -> None:
+    program = """
+        import torch
+        from megatron_a3po.parallel.triton_logprobs import local_statistics
+        generator = torch.Generator().manual_seed(2)
+        hidden, weight = torch.randn(5, 16, generator=generator), torch.randn(260, 16, generator=generator)
+        labels, statistics = torch.arange(5), []
+        for size in (1.0, 3e38):
+            hidden[2] = size * hidden[2].sign()
+            statistics.append(local_statistics(hidden, weight, labels, first=0, num_real_columns=260, temperature=1.0))
+        clean, broken = statistics
+        assert torch.equal(clean[..., labels != 2], broken[..., labels != 2])
+        assert clean.isfinite().all() and not broken[:, 1, 2].isfinite().all()
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+
+
 if __name__ == "__main__":
     print(json.dumps(_compare(*json.loads(sys.argv[1]))))
