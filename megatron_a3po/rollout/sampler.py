@@ -100,7 +100,7 @@ class Sampler:
         if not prompts:
             return []
         sampling = replace(self.sampling, num_samples=1, max_new_tokens=max_new_tokens)
-        servers: list[Server | None] = [server for server in self._pool.states.members if server.is_routable] or [None]
+        servers: list[Server | None] = [*self._pool.states.members] or [None]
         dealt = list(islice(cycle(prompts), max(len(prompts), len(servers))))
         hands = [dealt[number :: len(servers)] for number in range(len(servers))]
         asked = zip(hands, servers, strict=True)

@@ -71,14 +71,14 @@ async def test_prompts_are_dealt_to_all_servers_in_turn(
 
 
 async def test_a_busy_server_is_asked_all_the_same(servers: list[ScriptedServer], pool: ServerPool) -> None:
-    servers[0].script("/generate", hang, calls=range(1, 2))
+    servers[0].script("/generate", hang, calls=range(1, 6))
     request = generate_request([9], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
-    busy = asyncio.create_task(pool.generate(request))
-    await wait_until(lambda: len(servers[0].bodies("/generate")) == 1)
+    busy = asyncio.gather(*(pool.generate(request, pool.states.servers[0]) for _ in range(5)))
+    await wait_until(lambda: len(servers[0].bodies("/generate")) == 5)
 
     await sample(pool, 4)
 
-    assert [len(server.bodies("/generate")) for server in servers] == [2, 1, 1]
+    assert [len(server.bodies("/generate")) for server in servers] == [6, 1, 1]
     busy.cancel()
 
 
