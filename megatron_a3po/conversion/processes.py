@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -83,12 +84,30 @@ class Processes:
         self.say(f"{target}: written, with at most {peak / 2**30:.2f} GiB of memory in a process")
 
 
-def start_processes() -> Processes:
-    """Join the other processes, and make Megatron ready for a model on one rank, whose weights stay on the host."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        from megatron_a3po import cpu
+def choose_modules() -> Literal["cpu", "cuda"]:
+    """Whose modules models are built of here, by their device; to be called before anything imports Megatron.
 
-        cpu.install()
+    Transformer Engine makes modules only where there is a GPU. Elsewhere it is as if it were not installed, and those
+    for the CPU are taken, whose parameters have the same names and shapes. Raises ConfigError.
+    """
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    if is_installed and torch.cuda.is_available():
+        return "cuda"
+    from megatron_a3po import cpu
+
+    hidden: dict[str, Any] = {"transformer_engine": None} if is_installed else {}
+    sys.modules.update(hidden)
+    cpu.install()
+    sys.modules.update(hidden)  # installing ends with what it found on the disk
+    return "cpu"
+
+
+def start_processes() -> Processes:
+    """Join the other processes, and make Megatron ready for a model on one rank, whose weights stay on the host.
+
+    Raises ConfigError.
+    """
+    choose_modules()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     info = RankInfo.from_environment()
@@ -104,7 +123,11 @@ def run_tool(parser: argparse.ArgumentParser, convert: Callable[[argparse.Namesp
     """The whole of a command: arguments, processes, errors as messages, exit code (0, 1, or 2 for a wrong use)."""
     arguments = parser.parse_args()
     die_with_parent()
-    processes = start_processes()
+    try:
+        processes = start_processes()
+    except A3poError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        end_process(1)
     try:
         convert(arguments, processes)
     except (A3poError, OSError) as error:
