@@ -34,12 +34,33 @@ class PolicyModel:
 
 def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
     """Collective over all ranks; the default process group must exist. `config.model`: config.json and weights."""
+    groups, bridge, provider = _describe(config, fusions)
+    chunks = _build(config, provider, groups, with_gradients=True)
+    load_start_weights(chunks, bridge, groups, config.model)
+
+    model_config = get_model_config(chunks[0])
+    model_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
+    if config.parallel.overlap:
+        # Gradients are reduced while the last microbatch runs backward, and not before.
+        waiting = [chunk.no_sync for chunk in chunks]
+        model_config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+    vocab_size = load_architecture(config.model).vocab_size
+    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=vocab_size)
+
+
+def build_untrained(config: RunConfig, fusions: Fusions) -> tuple[list[torch.nn.Module], ProcessGroupCollection]:
+    """The same chunks without weights, and without the memory for gradients that Megatron's DDP takes. Collective."""
+    groups, _, provider = _describe(config, fusions)
+    return _build(config, provider, groups, with_gradients=False), groups
+
+
+def _describe(config: RunConfig, fusions: Fusions) -> tuple[ProcessGroupCollection, Any, Any]:
+    """(groups, megatron-bridge's AutoBridge, its provider of such a model)"""
     groups = _initialize_parallel_groups(config)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
 
-    dtype = parameter_dtype(config.precision)
-    bridge = open_bridge(config.model.resolve(), dtype)
+    bridge = open_bridge(config.model.resolve(), parameter_dtype(config.precision))
     provider = bridge.to_megatron_provider(load_weights=False)
     settings = _provider_settings(config, fusions)
     if provider.num_moe_experts:
@@ -53,24 +74,20 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
             setattr(provider, name, value)
     provider.finalize()
     provider._pg_collection = groups
+    return groups, bridge, provider
 
-    chunks = provider.provide_distributed_model(
+
+def _build(
+    config: RunConfig, provider: Any, groups: ProcessGroupCollection, *, with_gradients: bool
+) -> list[torch.nn.Module]:
+    chunks: list[torch.nn.Module] = provider.provide_distributed_model(
         ddp_config=_ddp_config(config),
-        wrap_with_ddp=True,
+        wrap_with_ddp=with_gradients,
         use_cpu_initialization=config.device == "cpu",
         pg_collection=groups,
         **({"mixed_precision_wrapper": None} if config.precision == "fp32" else {}),
     )
-    load_start_weights(chunks, bridge, groups, config.model)
-
-    model_config = get_model_config(chunks[0])
-    model_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
-    if config.parallel.overlap:
-        # Gradients are reduced while the last microbatch runs backward, and not before.
-        waiting = [chunk.no_sync for chunk in chunks]
-        model_config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
-    vocab_size = load_architecture(config.model).vocab_size
-    return PolicyModel(chunks=chunks, bridge=bridge, groups=groups, vocab_size=vocab_size)
+    return chunks
 
 
 def _initialize_parallel_groups(config: RunConfig) -> ProcessGroupCollection:

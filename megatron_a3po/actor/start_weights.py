@@ -60,10 +60,10 @@ def _refuse_other_vocabulary(model: Path) -> None:
 
 
 def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection, folder: Path) -> None:
-    """Fill DDP-wrapped chunks from a torch_dist checkpoint of any layout that has a manifest. Collective."""
+    """Fill chunks, in DDP or not, from a torch_dist checkpoint of any layout that has a manifest. Collective."""
     check(folder, dist.get_rank(), dist.get_world_size())
     metadata = {"singleton_local_shards": False, "dp_cp_group": groups.dp_cp}
-    modules: list[Any] = [chunk.module for chunk in chunks]
+    modules: list[Any] = [getattr(chunk, "module", chunk) for chunk in chunks]
     wanted = {
         str(number): {
             name: entry

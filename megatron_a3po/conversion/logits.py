@@ -2,10 +2,9 @@
 
     python -m megatron_a3po.conversion.logits HF_FOLDER MEGATRON_WEIGHTS
 
-In float32, on the CPU, or where Transformer Engine is installed, on its GPU.
+In float32, on the CPU, or with Transformer Engine's modules on a GPU. Without the memory for it, it says so.
 """
 
-import importlib.util
 import logging
 import os
 import sys
@@ -15,11 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_a3po.config import RunConfig
+from megatron_a3po.config import RunConfig, load_architecture
+from megatron_a3po.conversion.processes import choose_modules
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
 from megatron_a3po.runtime.processes import end_process
 
 _NUM_TOKENS = 64
+_GPU_BYTES_PER_PARAMETER = 4.5
+"""float32 weights, and some more for what 64 tokens take"""
 _LIMIT = 1e-3
 """Relative to the largest logit: far above the rounding of float32, far below a wrong rope, norm or transposition."""
 
@@ -35,20 +37,29 @@ def main(hf: Path, megatron: Path) -> int:
         "model": hf,
         "run_dir": megatron,
         "num_steps": 1,
-        "device": "cpu" if importlib.util.find_spec("transformer_engine") is None else "cuda",
+        "device": choose_modules(),
         "precision": "fp32",
         "data": {"task": "none"},
     }
     config = RunConfig.model_validate(described)
-    if config.device == "cpu":
-        from megatron_a3po import cpu
-
-        cpu.install()
+    if config.device == "cuda":
+        needed, (free, _) = _GPU_BYTES_PER_PARAMETER * load_architecture(hf).num_parameters, torch.cuda.mem_get_info()
+        if needed > free:
+            print(logits_not_compared("GPU memory", needed, free))
+            return 0
     init_distributed(RankInfo.from_environment(), config.device, config.actor.collective_timeout_seconds)
     theirs, tokens = _hf_logits(hf)
     difference = float((_megatron_logits(config, megatron, tokens) - theirs).abs().max() / theirs.abs().max())
     print(f"logits of {_NUM_TOKENS} random tokens: they differ by at most {difference:.1e} of the largest")
     return 0 if difference <= _LIMIT else 1  # also for NaN
+
+
+def logits_not_compared(place: str, needed_bytes: float, free_bytes: float) -> str:
+    """Instead of what was found; `place`: where memory is short."""
+    return (
+        f"logits not compared: a model in float32 needs {needed_bytes / 2**30:.1f} GiB of {place}, and "
+        f"{free_bytes / 2**30:.1f} GiB are free"
+    )
 
 
 def _hf_logits(hf: Path) -> tuple[Tensor, Tensor]:
@@ -65,14 +76,13 @@ def _megatron_logits(config: RunConfig, weights: Path, tokens: Tensor) -> Tensor
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_a3po.actor.fusions import detect_fusions
-    from megatron_a3po.actor.model import build_model
+    from megatron_a3po.actor.model import build_untrained
     from megatron_a3po.actor.start_weights import load_megatron_weights
 
-    model = build_model(config, detect_fusions())
-    [chunk] = model.chunks
+    [chunk], groups = build_untrained(config, detect_fusions())
     for parameter in chunk.parameters():
         parameter.data.fill_(torch.nan)  # so that what is not loaded shows
-    load_megatron_weights(model.chunks, model.groups, weights)
+    load_megatron_weights([chunk], groups, weights)
     ids = tokens[None].to(config.device)
     bounds = torch.tensor([0, len(tokens)], dtype=torch.int32, device=config.device)
     packed = PackedSeqParams(

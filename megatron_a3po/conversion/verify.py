@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.config import load_architecture
+from megatron_a3po.conversion.logits import logits_not_compared
 from megatron_a3po.conversion.parts import describe_model
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.to_hf import MegatronWeights
@@ -20,8 +21,9 @@ from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, dequantize_blockwise
 from megatron_a3po.weights.skeleton import Part
 
-_BYTES_PER_PARAMETER = 9
-"""While the logits are compared: float32 weights and the gradients that a trained model has, and some more."""
+_BYTES_PER_PARAMETER = 7
+"""While the logits are compared, one model after the other: float32 weights, the bf16 that they are read from, and some
+more."""
 
 
 def verify(hf: Path, megatron: Path, processes: Processes, *, fp8: bool = False) -> None:
@@ -88,10 +90,7 @@ def _compare_logits(hf: Path, megatron: Path) -> str:
     needed = _BYTES_PER_PARAMETER * load_architecture(hf).num_parameters
     available = psutil.virtual_memory().available
     if needed > available:
-        return (
-            f"logits not compared: both models in float32 need {needed / 2**30:.1f} GiB of memory, and "
-            f"{available / 2**30:.1f} GiB are free"
-        )
+        return logits_not_compared("memory", needed, available)
     command = [sys.executable, "-m", "megatron_a3po.conversion.logits", str(hf), str(megatron)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
