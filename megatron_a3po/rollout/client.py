@@ -49,16 +49,6 @@ class SGLangClient:
             return False
         return True
 
-    async def is_answering(self) -> bool:
-        """Raises KeyRefused."""
-        try:
-            await self.model_info()
-        except KeyRefused:
-            raise
-        except RolloutError:
-            return False
-        return True
-
     async def problem(self) -> str | None:
         """Why it gives no usable answer; None if it does."""
         try:

@@ -9,6 +9,7 @@ import aiohttp
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout.asking import PATIENCE, Overdue, ask
 from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
+from megatron_a3po.rollout.connecting import Occupied, Unusable, connect
 from megatron_a3po.rollout.lease import LEASE_SECONDS, RETRY_SECONDS
 from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, is_unfinished
 from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
@@ -70,33 +71,21 @@ class ServerPool:
         stays paused, until all of one is published to it. After the timeout, the servers that are not ready go into
         quarantine. Raises RolloutServerDied or RolloutError.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_seconds
         self.states.raise_if_too_few()
-        for is_there in (SGLangClient.is_answering, _is_ready):
-            for server in self.states.members:
-                while not await is_there(server.client):
-                    self._look_at_process()
-                    self.states.raise_if_too_few()
-                    if asyncio.get_running_loop().time() > deadline:
-                        problem = (
-                            f"{server.url}: not ready within {timeout_seconds:g} s; see the server's log, or raise "
-                        )
-                        self.states.quarantine(server, RolloutError(problem + "rollout.start_timeout_seconds"))
-                        self.states.raise_if_too_few()
-                        break
-                    await asyncio.sleep(0.25)
-            if is_there is SGLangClient.is_answering:
-                await asyncio.gather(*(self.take(server) for server in self.states.members))
-                await self.reset()
-        await self.load_infos()
+        steps = (_is_answering, self.take, self.reset, _is_ready, self._describe)
+        await connect(self.states, steps, look=self._look_at_process, timeout_seconds=timeout_seconds)
         return [server.info for server in self.states.members if server.info is not None]
 
     async def take(self, server: Server) -> None:
-        """Raises RolloutError when another run that is alive publishes there, or the server does not answer."""
-        deadline = asyncio.get_running_loop().time() + LEASE_SECONDS + 5 * RETRY_SECONDS
+        """Raises Occupied when another run that is alive publishes there, RolloutError when it does not answer."""
+        deadline = None
         while not await server.lease.take():
-            if asyncio.get_running_loop().time() > deadline:
-                raise RolloutError(await self.occupied(server))
+            now = asyncio.get_running_loop().time()
+            if deadline is None:
+                # As long as a run that has ended, or a call of this one that was given up, may stand in the way.
+                deadline = now + LEASE_SECONDS + 5 * RETRY_SECONDS
+            if now > deadline:
+                raise Occupied(await self.occupied(server))
             await asyncio.sleep(RETRY_SECONDS)
 
     async def occupied(self, server: Server) -> str:
@@ -109,9 +98,12 @@ class ServerPool:
     async def load_infos(self) -> None:
         """How the servers describe themselves. Raises RolloutError where one cannot be used."""
         for server in self.states.members:
-            server.info = await server.client.server_info()
-            if (problem := self.unusable(server, server.info)) is not None:
-                raise RolloutError(problem)
+            await self._describe(server)
+
+    async def _describe(self, server: Server) -> None:
+        server.info = await server.client.server_info()
+        if (problem := self.unusable(server, server.info)) is not None:
+            raise Unusable(problem)
 
     def unusable(self, server: Server, info: ServerInfo) -> str | None:
         """Why this run cannot use such a server, with the remedy; None if it can."""
@@ -200,17 +192,14 @@ class ServerPool:
             raise RequestRefused(f"{server.url} did not load weights: {answer}")
         return answer
 
-    async def reset(self) -> None:
+    async def reset(self, server: Server) -> None:
         """Undo what a run that died may have left at a server: an open update session, a pause."""
-        await asyncio.gather(*(self._reset(server) for server in self.states.members))
-
-    async def _reset(self, server: Server) -> None:
-        label = await server.client.weight_version()
-        resume = ["/continue_generation"] if label is not None and not is_unfinished(label) else []
+        label = (await server.client.model_info()).weight_version
+        resume = [] if is_unfinished(label) else ["/continue_generation"]
         for path in ["/end_weight_update", *resume]:
             try:
                 await self.post(server, path, {}, _RESET_SECONDS)
-            except RolloutError as error:
+            except RequestRefused as error:
                 # 400 is the answer where there is nothing to undo.
                 logger.debug("reset: %s", error)
 
@@ -264,6 +253,11 @@ class ServerPool:
                 self.states.quarantine(server, RolloutServerDied(message))
 
 
-async def _is_ready(client: SGLangClient) -> bool:
+async def _is_answering(server: Server) -> None:
+    await server.client.model_info()
+
+
+async def _is_ready(server: Server) -> None:
     """Also when it is kept paused since it holds parts of a version: a publication is what it waits for."""
-    return await client.is_ready() or is_unfinished(await client.weight_version() or "")
+    if not await server.client.is_ready() and not is_unfinished(await server.client.weight_version() or ""):
+        raise RolloutError(f"{server.url}/ready does not answer that it is")

@@ -271,7 +271,7 @@ async def test_reset_ignores_servers_that_have_nothing_to_undo(
     pool = await start_pool(*(server.url for server in servers))
     servers[0].script("/end_weight_update", refuse(400, "no session"))
 
-    await pool.reset()
+    await asyncio.gather(*map(pool.reset, pool.states.members))
 
     for server in servers:
         assert server.paths() == ["/end_weight_update", "/continue_generation"]
@@ -298,7 +298,7 @@ async def test_reset_undoes_in_order_at_a_slow_server_though_another_has_nothing
     servers[1].script("/end_weight_update", end_slowly)
     servers[1].script("/continue_generation", resume)
 
-    await pool.reset()
+    await asyncio.gather(*map(pool.reset, pool.states.members))
 
     assert ended[0] < resumed[0]
 

@@ -1,0 +1,112 @@
+"""The start of a run while servers are busy, refuse, or belong to another run: only `min_servers` decides its end."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+import pytest_asyncio
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout import connecting
+from megatron_a3po.rollout import lease as lease_module
+from megatron_a3po.rollout import pool as pool_module
+from megatron_a3po.rollout.pool import ServerPool
+from tests.unit.scripted_server import DEADLINE_SECONDS, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
+from tests.unit.test_collector import wait_until
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lease_module, pool_module):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 2.0)
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(pool_module, "_RESET_SECONDS", 0.2)
+    monkeypatch.setattr(connecting, "_LOOK_SECONDS", 0.02)
+
+
+@pytest_asyncio.fixture
+async def servers() -> AsyncIterator[list[ScriptedServer]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(ScriptedServer(version="0")) for _ in range(2)]
+
+
+@asynccontextmanager
+async def pool_of(servers: list[ScriptedServer], min_servers: int | None = None) -> AsyncIterator[ServerPool]:
+    pool = ServerPool([server.url for server in servers], timeout_seconds=5.0, min_servers=min_servers)
+    yield pool
+    await pool.close()
+
+
+@pytest.mark.parametrize("late_seconds", [0.2, 60.0])
+async def test_a_server_whose_scheduler_is_busy_is_waited_for(
+    servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch, late_seconds: float
+) -> None:
+    monkeypatch.setattr(lease_module, "_LATE_SECONDS", late_seconds)
+    servers[1].scheduler_is_free.clear()
+    async with pool_of(servers) as pool:
+        ready = asyncio.create_task(pool.wait_ready(DEADLINE_SECONDS))
+        await asyncio.sleep(3.0)
+        assert not ready.done() and pool.states.servers[0].lease.is_held
+        servers[1].scheduler_is_free.set()
+        assert len(await ready) == 2
+        assert all(server.lease.is_held for server in pool.states.servers)
+
+
+@pytest.mark.parametrize(
+    ("path", "action"),
+    [
+        ("/model_info", refuse(503, "loading")),
+        ("/open_session", hang),
+        ("/open_session", refuse(503, "busy")),
+        ("/end_weight_update", hang),
+        ("/ready", refuse(503, "loading")),
+        ("/server_info", refuse(503, "busy")),
+    ],
+)
+async def test_what_is_not_ready_in_time_is_left_out_with_what_it_lacked(
+    servers: list[ScriptedServer], path: str, action: Action
+) -> None:
+    servers[1].script(path, action)
+    async with pool_of(servers, 1) as pool:
+        assert len(await pool.wait_ready(1.5)) == 1
+        (out,) = pool.states.quarantined
+        assert out.url == servers[1].url
+        assert f"{out.url}: not ready within 1.5 s ({out.url}{path} " in str(out.error)
+        assert "rollout.start_timeout_seconds" in str(out.error)
+    async with pool_of(servers) as pool:
+        with pytest.raises(RolloutError, match=rf"{servers[1].url}{path} .*fewer than publish.min_servers = 2"):
+            await pool.wait_ready(0.5)
+
+
+async def test_a_server_of_another_run_is_left_out_long_before_the_timeout_where_the_others_are_enough(
+    servers: list[ScriptedServer],
+) -> None:
+    async with asyncio.timeout(PROMPT_SECONDS), pool_of(servers[1:]) as other, pool_of(servers, 1) as pool:
+        await other.wait_ready(DEADLINE_SECONDS)
+        before = len(servers[1].calls)
+        assert len(await pool.wait_ready(DEADLINE_SECONDS)) == 1
+        (out,) = pool.states.quarantined
+        assert out.url == servers[1].url and "another run that is alive" in str(out.error)
+        assert {path for path, _ in servers[1].calls[before:]} <= {"/open_session", "/close_session"}
+        assert other.states.servers[0].lease.is_held
+
+
+async def test_while_it_lasts_it_is_told_who_is_waited_for_and_why(
+    servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connecting, "_HEARTBEAT_SECONDS", 0.3)
+    servers[1].script("/server_info", refuse(503, "busy with a load"))
+
+    def told() -> list[str]:
+        return [text for text in map(logging.LogRecord.getMessage, caplog.records) if text.startswith("waiting for")]
+
+    with caplog.at_level(logging.INFO):
+        async with pool_of(servers, 1) as pool:
+            ready = asyncio.create_task(pool.wait_ready(DEADLINE_SECONDS))
+            await wait_until(lambda: any("busy with a load" in text for text in told()))
+            assert f"waiting for {servers[1].url} ({servers[1].url}/server_info answered 503" in told()[-1]
+            servers[1].script("/server_info", refuse(503, ""), range(0))
+            assert len(await ready) == 2
