@@ -57,7 +57,10 @@ async def _wait(
                     "see the server's log, or raise rollout.request_timeout_seconds"
                 )
             if left > 0 and patience <= 0:
-                raise Overdue(f"{server.url} lives, and has not answered a request for {patience_seconds:g} s")
+                raise Overdue(
+                    f"{server.url} lives, and has not answered a request for {patience_seconds:g} s (where many take so "
+                    "long, raise rollout.request_timeout_seconds)"
+                )
             was_silent = left <= 0
             if (await asyncio.wait({work}, timeout=max(min(left, patience), _LOOK_SECONDS)))[0]:
                 return work.result()
