@@ -55,7 +55,7 @@ class MemoryEstimate:
     logits: int
     """What the output layer needs beside its weight: the logits and their gradient, or tiles of them and sums"""
     host: int
-    """In host memory: the optimizer's state if it is offloaded, and the weights of a reference policy"""
+    """In host memory: the optimizer's state and gradients if it is offloaded, and the weights of a reference policy"""
     saving: int
     """On the device while a checkpoint is made, between steps, on the fullest rank at that time; no part of `total`"""
     saving_host: int
@@ -153,8 +153,9 @@ def _estimate_stage(config: RunConfig, architecture: Architecture, world_size: i
         optimizer=0 if offload else state,
         activations=_activations(config, architecture, stage),
         logits=logits if stage == parallel.pipeline - 1 else 0,
-        # The reference's weights, and the policy's own while the reference is in their place.
-        host=(state if offload else 0) + (2 * weights if with_reference else 0),
+        # Masters, moments and a copy of the gradients; the reference's weights, and the policy's own while the reference
+        # is in their place.
+        host=(state * 4 // 3 if offload else 0) + (2 * weights if with_reference else 0),
         saving=weights + gradients + (0 if offload else state) + gathered,
         saving_host=3 * _FLOAT32 * parameters.total,
     )

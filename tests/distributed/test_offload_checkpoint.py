@@ -34,6 +34,7 @@ def test_before_the_first_step_it_is_saved_too_and_a_rank_keeps_its_share_of_wha
     assert seen["early_masters_are_the_weights"]
     assert seen["after"] == seen["never_stopped"]
     assert seen["kept_bytes"] == seen["needed_bytes"] > 0
+    assert seen["gradient_bytes"] == seen["master_bytes"], "what the estimate of memory counts"
 
 
 def _run_cases(encoded: str, folder: str) -> None:
@@ -108,7 +109,11 @@ def _run_early(folder: str) -> None:
         "needed_bytes": sum(3 * master.nbytes + torch.tensor(0.0).nbytes for master in masters),
         "never_stopped": never_stopped,
         "after": checkpoint_cases._step(actor, 1),
+        "master_bytes": sum(master.nbytes for master in masters),
     }
+    seen["gradient_bytes"] = sum(
+        held.nbytes for hybrid in _hybrids(actor) for held in hybrid.cpu_copy_map_grad.values()
+    )
     if info.rank == 0:
         print(json.dumps(seen), flush=True)
     torch.distributed.destroy_process_group()
