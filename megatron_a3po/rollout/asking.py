@@ -58,8 +58,8 @@ async def _wait(
                 )
             if left > 0 and patience <= 0:
                 raise Overdue(
-                    f"{server.url} lives, and has not answered a request for {patience_seconds:g} s (where many take so "
-                    "long, raise rollout.request_timeout_seconds)"
+                    f"{server.url} lives, and has not answered a request for {patience_seconds:g} s (where many take "
+                    "so long, raise rollout.request_timeout_seconds)"
                 )
             was_silent = left <= 0
             if (await asyncio.wait({work}, timeout=max(min(left, patience), _LOOK_SECONDS)))[0]:
