@@ -153,8 +153,8 @@ def _estimate_stage(config: RunConfig, architecture: Architecture, world_size: i
         optimizer=0 if offload else state,
         activations=_activations(config, architecture, stage),
         logits=logits if stage == parallel.pipeline - 1 else 0,
-        # Masters, moments and a copy of the gradients; the reference's weights, and the policy's own while the reference
-        # is in their place.
+        # Masters, moments and a copy of the gradients; the reference's weights, and the policy's own while the
+        # reference is in their place.
         host=(state * 4 // 3 if offload else 0) + (2 * weights if with_reference else 0),
         saving=weights + gradients + (0 if offload else state) + gathered,
         saving_host=3 * _FLOAT32 * parameters.total,
