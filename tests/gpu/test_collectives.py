@@ -168,6 +168,8 @@ def exchange(device: Device) -> None:
     said = [torch.zeros(1, dtype=torch.int64) for _ in range(WORLD_SIZE)]
     dist.all_gather(said, torch.tensor([info.rank]), group=waiting)
     assert [int(rank) for rank in said] == list(range(WORLD_SIZE))
+    if device == "cuda":
+        assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()), "packs differ in length"
     if info.rank == 0:
         print("exchanged", flush=True)
     dist.destroy_process_group()
