@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from megatron_a3po.config import RunConfig, load_config
 from megatron_a3po.config.server_key import read_server_key
@@ -86,7 +87,8 @@ def _visible_gpus() -> list[str]:
 
 
 def _say(message: str) -> None:
-    print(message, flush=True)
+    with suppress(OSError):  # on a full disk, servers go on
+        print(message, flush=True)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class ServerControl:
     _participants: list[Server] = field(default_factory=list)
     _unflushed: dict[Server, str] = field(default_factory=dict)
     """Those that hold new weights, of this version, and still keys and values of the old ones"""
+    _has_no_news: bool = False
 
     @property
     def urls(self) -> list[str]:
@@ -204,7 +205,7 @@ class ServerControl:
         self.pool.case_closed = False
         self._unflushed.clear()
         if call_back != "none":
-            for url in await asyncio.wrap_future(in_background(self.find_urls, "registrations")):
+            for url in await self._find_urls():
                 self.pool.add(url)
             await recovery.call_back(self.pool, at_once=call_back == "all")
         await recovery.take_back_leases(self.pool)
@@ -212,6 +213,18 @@ class ServerControl:
             states.fail_if_too_few()
         states.raise_if_too_few()
         self._participants = states.members
+
+    async def _find_urls(self) -> list[str]:
+        """None where they cannot be read now: nobody who takes part depends on it."""
+        try:
+            urls = await asyncio.wrap_future(in_background(self.find_urls, "registrations"))
+        except OSError as error:
+            if not self._has_no_news:
+                logger.warning("rollout servers that have come since are not found: %s; it is tried again", error)
+            self._has_no_news = True
+            return []
+        self._has_no_news = False
+        return urls
 
     async def _served(self) -> list[tuple[str, str, str | None]]:
         found = []

@@ -8,7 +8,7 @@ import aiohttp
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout.client import SGLangClient
-from megatron_a3po.rollout.registration import read_registrations
+from megatron_a3po.rollout.registration import Registration, read_registrations
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
@@ -45,13 +45,13 @@ async def _find_servers(
     loop = asyncio.get_running_loop()
     deadline, next_message = loop.time() + timeout_seconds, loop.time()
     while True:
-        registrations = read_registrations(folder)
+        registrations, unreadable = _read(folder)
         problems = await asyncio.gather(*(problem_of(item.url) for item in registrations))
         found = list(zip(registrations, problems, strict=True))
         answering = [item.url for item, problem in found if problem is None]
         if len(answering) >= number:
             return answering
-        others = "".join(
+        others = unreadable + "".join(
             f"\n  {item.url} (process {item.process_id} on {item.host}, since {item.started_at}): {problem}"
             for item, problem in found
             if problem is not None
@@ -66,3 +66,11 @@ async def _find_servers(
             say(f"waiting for rollout servers that register in {folder}: {len(answering)} of {number} answer{others}")
             next_message = loop.time() + _HEARTBEAT_SECONDS
         await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _read(folder: Path) -> tuple[list[Registration], str]:
+    """And why there are none, where the folder cannot be read now."""
+    try:
+        return read_registrations(folder), ""
+    except OSError as error:
+        return [], f"\n  it cannot be read: {error}"

@@ -7,8 +7,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
@@ -80,7 +80,10 @@ def server_maker(config: RunConfig, *, gpus: Sequence[str] | None, host: str, ke
 
 
 class KeptServer:
-    """A server that is registered while it runs and started again when it has ended. A context manager."""
+    """A server that is registered while it runs and started again when it has ended. A context manager.
+
+    What a folder does not allow at one time, for example since a disk is full, is told once and tried again.
+    """
 
     def __init__(
         self, make_server: MakeServer, config: RunConfig, *, key: str | None, say: Callable[[str], None]
@@ -90,22 +93,30 @@ class KeptServer:
         self._folder = servers_folder(config.run_dir)
         self._is_registered = False
         self._restarts: list[float] = []
+        self._server: LocalServer | None = None
+        self._address: tuple[str, int] | None = None
+        """Where the server has run before"""
+        self._ended: set[str] = set()
+        """URLs whose registrations are to be taken back"""
+        self._failing: set[str] = set()
 
     def __enter__(self) -> Self:
-        self._start(None)
+        self._start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self.is_given_up:
-            self._stop()
+        self._stop()
 
     def look(self) -> None:
         """Do what is due: register the server when it is ready, start it again when it has ended."""
+        self._take_back()
         if self.is_given_up:
             return
-        server = self._server
+        if (server := self._server) is None:
+            self._start()
+            return
         problem = server.describe_death()
         if problem is None and not self._is_registered:
             if self._is_ready(server):
@@ -119,16 +130,39 @@ class KeptServer:
         if problem is not None:
             self._restart(server, problem)
 
-    def _start(self, port: int | None) -> None:
-        self._server = self._make_server(port).__enter__()
-        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._deadline = time.monotonic() + self._config.rollout.start_timeout_seconds
-        self._say(f"starting a rollout server at {self._server.url}, log {self._server.log_file}")
+    def _start(self) -> None:
+        port = self._address[1] if self._address is not None and _is_free(*self._address) else None
+        with self._trying("a rollout server could not be started"):
+            self._server = self._make_server(port).__enter__()
+            self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+            self._deadline = time.monotonic() + self._config.rollout.start_timeout_seconds
+            self._say(f"starting a rollout server at {self._server.url}, log {self._server.log_file}")
 
     def _stop(self) -> None:
-        deregister(self._folder, self._server.url)
+        if self._server is not None:
+            self._ended.add(self._server.url)
+        self._take_back()
         self._is_registered = False
-        self._server.__exit__(None, None, None)
+        if self._server is not None:
+            self._server.__exit__(None, None, None)
+            self._server = None
+
+    def _take_back(self) -> None:
+        for url in sorted(self._ended):
+            with self._trying(f"the registration of {url} could not be taken back"):
+                deregister(self._folder, url)
+                self._ended.remove(url)
+
+    @contextmanager
+    def _trying(self, failure: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if failure not in self._failing:
+                self._say(f"{failure}, and every {_LOOK_SECONDS:g} s it is tried again: {error}")
+            self._failing.add(failure)
+        else:
+            self._failing.discard(failure)
 
     def _restart(self, server: LocalServer, problem: str) -> None:
         self._stop()
@@ -140,7 +174,8 @@ class KeptServer:
             return
         self._restarts.append(now)
         self._say(f"{problem}; it is started again")
-        self._start(server.port if _is_free(server.host, server.port) else None)
+        self._address = server.host, server.port
+        self._start()
 
     def _register(self, server: LocalServer) -> None:
         registration = Registration(
@@ -151,8 +186,12 @@ class KeptServer:
             process_id=server.process_id,
             started_at=self._started_at,
         )
-        register(self._folder, registration)
-        self._is_registered = True
+        with self._trying(f"the rollout server at {server.url} could not be registered"):
+            register(self._folder, registration)
+            self._is_registered = True
+            self._ended.discard(server.url)
+        if not self._is_registered:
+            return
         where = "the CPU" if server.gpus is None else f"GPU {','.join(server.gpus)}"
         self._say(f"the rollout server at {server.url} is ready: {self._config.model}, on {where}")
 

@@ -51,25 +51,40 @@ def deregister(folder: Path, url: str) -> None:
 
 
 def read_registrations(folder: Path) -> list[Registration]:
-    """Those of the folder, one of each URL and in order of them; a file that is none is reported and left out."""
+    """Those of the folder, one of each URL and in order of them; a file that is none is reported and left out. Raises
+    OSError where the folder cannot be read; before the first registration, there may be none."""
     found = {registration.url: registration for registration in _read(folder).values()}
     return [found[url] for url in sorted(found)]
 
 
 def remove_ended(folder: Path) -> list[str]:
-    """Take back what servers of this machine have left that were killed together with their launcher; their URLs."""
+    """Take back what servers of this machine have left that were killed together with their launcher; their URLs.
+    What cannot be read or removed now is reported."""
     host = socket.gethostname()
-    found = _read(folder).items()
+    try:
+        found = _read(folder).items()
+    except OSError as error:
+        logger.warning("the registrations in %s cannot be read: %s", folder, error)
+        return []
     ended = {file: item for file, item in found if item.host == host and not _is_running(item.process_id)}
     for file in ended:
-        file.unlink(missing_ok=True)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", file, error)
     return sorted(item.url for item in ended.values())
 
 
 def _read(folder: Path) -> dict[Path, Registration]:
     found = {}
-    for file in filter(Path.is_file, sorted(folder.glob("*.json"))):  # a FIFO would be waited for
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix == ".json")
+    except FileNotFoundError:
+        return {}
+    for file in files:
         with suppress(OSError):  # taken back meanwhile
+            if not file.is_file():  # a FIFO would be waited for
+                continue
             try:
                 found[file] = Registration.model_validate_json(file.read_bytes())
             except ValidationError as error:

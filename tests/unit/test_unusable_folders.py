@@ -1,0 +1,191 @@
+"""A shared folder that cannot be used for a while ends no server and no publication: it is told, and tried again."""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.rollout.discovery import find_servers
+from megatron_a3po.rollout.launcher import keep_running
+from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.registration import read_registrations, register, remove_ended
+from tests.unit.scripted_server import ScriptedServer
+from tests.unit.test_launch_rollout_servers import Launch
+from tests.unit.test_registration import registration
+from tests.unit.test_rollout_server_process import is_running, wait_until
+
+
+def block(folder: Path) -> None:
+    """Every use of it fails."""
+    if folder.exists():
+        folder.rename(folder.with_name("away"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("")
+
+
+def free(folder: Path) -> None:
+    folder.unlink()
+    if (away := folder.with_name("away")).exists():
+        away.rename(folder)
+
+
+def look_until_told(launch: Launch, message: str) -> None:
+    wait_until(lambda: launch.kept.look() or any(message in text for text in launch.said))
+    for _ in range(3):
+        launch.kept.look()
+    assert sum(message in text for text in launch.said) == 1
+
+
+def test_a_server_that_cannot_be_registered_goes_on_and_is_registered_later(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    block(launch.folder)
+    with launch.kept:
+        look_until_told(launch, "could not be registered, and every 0.5 s it is tried again: [Errno 17] File exists")
+        free(launch.folder)
+        assert launch.look_until_registered().process_id == launch.servers[0].process_id
+    assert len(launch.servers) == 1 and launch.registered == []
+
+
+def test_a_registration_that_cannot_be_taken_back_is_taken_back_later(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    with launch.kept:
+        before = launch.look_until_registered()
+        block(launch.folder)
+        launch.kill()
+        with socket.create_server(("127.0.0.1", launch.servers[0].port)):
+            look_until_told(launch, f"the registration of {before.url} could not be taken back")
+            assert is_running(launch.servers[1].process_id)
+            free(launch.folder)
+            assert launch.registered == [before]
+            launch.kept.look()
+            assert before not in launch.registered
+            assert launch.look_until_registered().url == launch.servers[1].url != before.url
+
+
+def test_a_registration_that_could_not_be_taken_back_is_replaced_by_that_of_the_next_server(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    with launch.kept:
+        before = launch.look_until_registered()
+        block(launch.folder)
+        launch.kill()
+        look_until_told(launch, f"the registration of {before.url} could not be taken back")
+        free(launch.folder)
+        launch.kept._register(launch.servers[1])  # before the next look
+        launch.kept.look()
+        (after,) = launch.registered
+        assert (after.url, after.process_id) == (before.url, launch.servers[1].process_id)
+
+
+def test_servers_end_also_where_their_registrations_cannot_be_taken_back(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    with launch.kept:
+        launch.look_until_registered()
+        block(launch.folder)
+    assert not is_running(launch.servers[0].process_id)
+    assert "could not be taken back" in launch.said[-1]
+
+
+def test_a_server_whose_log_cannot_be_opened_is_started_later_and_others_go_on(tmp_path: Path) -> None:
+    bad, good = Launch(tmp_path / "bad"), Launch(tmp_path / "good")
+    for launch in (bad, good):
+        launch.log.parent.mkdir()
+    bad.log.mkdir()
+    stop = threading.Event()
+
+    def repair() -> None:
+        wait_until(lambda: bool(good.registered))
+        assert bad.registered == []
+        bad.log.rmdir()
+        wait_until(lambda: bool(bad.registered))
+        stop.set()
+
+    thread = threading.Thread(target=repair, daemon=True)
+    thread.start()
+    threading.Timer(60.0, stop.set).start()
+    assert keep_running([bad.kept, good.kept], stop) is True
+    thread.join(10.0)
+    assert len(good.servers) == 1
+    message = "a rollout server could not be started, and every 0.5 s it is tried again"
+    reason = f"[Errno 21] Is a directory: '{bad.log}'"
+    assert [text for text in bad.said if "started" in text] == [f"{message}: {reason}"]
+    assert "is ready" in bad.said[-1]
+
+
+def test_registrations_that_cannot_be_read_or_removed_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "servers"
+    block(folder)
+    with pytest.raises(NotADirectoryError):
+        read_registrations(folder)
+    with caplog.at_level(logging.WARNING):
+        assert remove_ended(folder) == []
+    assert f"the registrations in {folder} cannot be read" in caplog.text
+
+    free(folder)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for port in (1, 2):
+        register(folder, registration(f"http://a:{port}", host=socket.gethostname(), process_id=ended.pid))
+
+    def unlink(path: Path, missing_ok: bool) -> None:
+        if path.name == "a_1.json":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        os.unlink(path)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Path, "unlink", unlink)
+        assert remove_ended(folder) == ["http://a:1", "http://a:2"]
+    assert f"{folder / 'a_1.json'} cannot be removed: [Errno 116] Stale file handle" in caplog.text
+    assert [item.url for item in read_registrations(folder)] == ["http://a:1"]
+
+
+async def test_a_run_waits_also_for_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
+    folder, said = tmp_path / "servers", list[str]()
+    block(folder)
+    with pytest.raises(RolloutError, match=r"cannot be read: .*Not a directory"):
+        await find_servers(folder, 1, key=None, timeout_seconds=0.1, say=said.append)
+    async with ScriptedServer() as server:
+        finding = asyncio.create_task(find_servers(folder, 1, key=None, timeout_seconds=60.0, say=said.append))
+        while len(said) < 2:
+            await asyncio.sleep(0.01)
+        free(folder)
+        register(folder, registration(server.url))
+        assert await finding == [server.url]
+    assert "cannot be read" in said[1]
+
+
+async def test_a_publication_goes_on_without_news_of_servers_and_tells_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "servers"
+    async with ScriptedServer(version="0") as server, ScriptedServer(version="0") as newcomer:
+        pool = ServerPool([server.url], timeout_seconds=5.0)
+
+        def find_urls() -> list[str]:
+            return [item.url for item in read_registrations(folder)]
+
+        receivers = ServerControl(pool, None, timeout_seconds=5.0, find_urls=find_urls)  # type: ignore[arg-type]
+        await receivers._muster("due")
+        block(folder)
+        for _ in range(2):
+            await receivers._muster("due")
+        assert [member.url for member in pool.states.members] == [server.url]
+        free(folder)
+        register(folder, registration(newcomer.url))
+        await receivers._muster("due")
+        block(folder)
+        await receivers._muster("due")
+        assert [member.url for member in pool.states.members] == [server.url, newcomer.url]
+        await pool.close()
+    warnings = [record.getMessage() for record in caplog.records if "come since are not found" in record.getMessage()]
+    assert len(warnings) == 2 and str(folder) in warnings[0]
