@@ -72,7 +72,7 @@ class ServerPool:
         quarantine. Raises RolloutServerDied or RolloutError.
         """
         self.states.raise_if_too_few()
-        steps = (_is_answering, self.take, self.reset, _is_ready, self._describe)
+        steps = (_is_answering, self.take, self.reset, _is_ready, self.describe)
         await connect(self.states, steps, look=self._look_at_process, timeout_seconds=timeout_seconds)
         return [server.info for server in self.states.members if server.info is not None]
 
@@ -95,12 +95,8 @@ class ServerPool:
             "that run, or give this one servers of its own (`rollout.servers`)"
         )
 
-    async def load_infos(self) -> None:
-        """How the servers describe themselves. Raises RolloutError where one cannot be used."""
-        for server in self.states.members:
-            await self._describe(server)
-
-    async def _describe(self, server: Server) -> None:
+    async def describe(self, server: Server) -> None:
+        """Ask how it was started. Raises Unusable."""
         server.info = await server.client.server_info()
         if (problem := self.unusable(server, server.info)) is not None:
             raise Unusable(problem)

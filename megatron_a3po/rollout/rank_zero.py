@@ -34,7 +34,6 @@ from megatron_a3po.runtime.processes import is_loopback
 from megatron_a3po.types import Trajectory
 
 _CLOSE_SECONDS = 10.0
-_HEARTBEAT_SECONDS = 20.0
 
 
 class RankZeroRollouts:
@@ -76,10 +75,7 @@ class RankZeroRollouts:
         self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
         log = f", log {self._server.log_file}" if self._server is not None else ""
         say(f"waiting for the rollout server{'s' * (len(urls) > 1)} at {', '.join(urls)}{log}")
-        ready = self._loop.submit(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
-        while not wait([ready], timeout=_HEARTBEAT_SECONDS).done:
-            say("still waiting for the rollout server")
-        ready.result()
+        self._loop.run(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
         say("the rollout server is ready")
         self._loop.run(self._reward_pool.raise_if_failed())
         if self._key is None and (open_urls := [url for url in urls if not is_loopback(url)]):

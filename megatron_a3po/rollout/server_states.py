@@ -158,6 +158,7 @@ class ServerStates:
     def welcome(self, server: Server) -> None:
         """One more: out until a publication takes it in, as after a quarantine."""
         server.leave(RolloutError(f"{server.url} has not taken part in a publication yet"))
+        server.failures = 0
         self.servers = (*self.servers, server)
         self._quarantined.append(server)
         logger.info("%s is new; it takes part in the next publication", server.url)

@@ -22,9 +22,9 @@ from megatron_a3po.runtime.keeper import group_members
 from megatron_a3po.runtime.processes import die_with_parent, free_port
 
 _END_SECONDS = 10.0
-_UNTEMPERED_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""With it, SGLang reports log-probs of other distributions than it samples from."""
 """A killed process may need so long, for example to give back memory."""
+_NOT_FOR_SERVERS = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""With the first, SGLang reports log-probs of other distributions than it samples from; the others are the ranks'."""
 
 
 def server_arguments(rollout: RolloutConfig) -> list[str]:
@@ -121,7 +121,7 @@ class LocalServer:
             environment |= rollout_server.server_environment(self.arguments, python_path=python_path)
         else:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-        for name in (*rollout_server.UNSET_VARIABLES, _UNTEMPERED_LOGPROBS, KEY_VARIABLE):
+        for name in (*rollout_server.UNSET_VARIABLES, *_NOT_FOR_SERVERS, KEY_VARIABLE):
             environment.pop(name, None)
         if self._key is not None:
             environment[KEY_VARIABLE] = self._key

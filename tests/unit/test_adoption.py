@@ -100,7 +100,7 @@ def test_another_folder_than_the_servers_were_started_from_is_not_evaluated_by_t
     link.symlink_to(served)
     with serve(None) as (server,), connected(server) as receivers:
         server.script("/server_info", answer({"model_path": str(served), "enable_priority_scheduling": True}))
-        receivers.loop.run(receivers.pool.load_infos(), 10.0)
+        receivers.loop.run(receivers.pool.for_each(receivers.pool.describe), 10.0)
         refusal = rf"{server.url} serves what.*'{served}'.*'{trained}'.*model={trained}.*evaluate model={served}"
         with pytest.raises(RolloutError, match=refusal):
             adopt(receivers, trained)

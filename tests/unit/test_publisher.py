@@ -87,7 +87,7 @@ def control(*urls: str, min_servers: int | None = None, pause_mode: str = "retra
     try:
         pool = loop.run(build())
         try:
-            loop.run(pool.load_infos(), 10.0)
+            loop.run(pool.for_each(pool.describe), 10.0)
             yield ServerControl(pool, loop, timeout_seconds=5.0)
         finally:
             loop.run(pool.close(), 5.0)

@@ -62,7 +62,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         fleet = Fleet([await stack.enter_async_context(ScriptedServer(version="3")) for _ in range(3)])
         stack.push_async_callback(fleet.pool.close)
-        await fleet.pool.load_infos()
+        await fleet.pool.for_each(fleet.pool.describe)
         yield fleet
 
 

@@ -66,7 +66,7 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
         first, second = [await stack.enter_async_context(ScriptedServer(version="3")) for _ in range(2)]
         pool = ServerPool([first.url, second.url], timeout_seconds=5.0, min_servers=1)
         stack.push_async_callback(pool.close)
-        await pool.load_infos()
+        await pool.for_each(pool.describe)
         pool.states.confirm(3)
         yield Pair(first, second, pool)
 
