@@ -108,12 +108,12 @@ class ServerPool:
     async def generate(self, request: dict[str, Any], chosen: Server | None = None) -> list[GenerateResponse]:
         """Ask `chosen`, or the least busy server, which holds a confirmed version; if it goes into quarantine, another.
 
-        A lost connection is tried again, on another server if there is one; so is a request that its server does not
-        answer, with more patience every time: it may simply take so long. Raises RequestRefused, and RolloutError when
-        the servers are too few.
+        `chosen` is for short requests, and is waited for no longer than a silent server is. A lost connection is tried
+        again, on another server if there is one; so is a request that its server does not answer, with more patience
+        every time: it may simply take so long. Raises RequestRefused, and RolloutError when the servers are too few.
         """
         lost, silence = 0, self._silence_seconds
-        patience = PATIENCE * silence
+        patience = silence if chosen is not None else PATIENCE * silence
         failed: Server | None = None
         while True:
             server = chosen if chosen is not None and chosen.is_routable else await self._choose(failed)
@@ -123,7 +123,7 @@ class ServerPool:
                 raise
             except Overdue as error:
                 logger.warning("%s; it goes to another server, if there is one", error)
-                failed, patience = server, 2 * patience
+                chosen, failed, patience = None, server, 2 * patience
             except Quarantined as error:
                 logger.info("%s; its request goes to another server", error)
             except RolloutServerDied as error:
@@ -189,9 +189,11 @@ class ServerPool:
         return answer
 
     async def reset(self, server: Server) -> None:
-        """Undo what a run that died may have left at a server: an open update session, a pause."""
+        """Undo what a run that died may have left at a server: requests, an open update session, a pause."""
         label = (await server.client.model_info()).weight_version
         resume = [] if is_unfinished(label) else ["/continue_generation"]
+        # SGLang ends an update of a server that is not paused only when no request is left.
+        await self.post(server, "/abort_request", {"abort_all": True}, _RESET_SECONDS)
         for path in ["/end_weight_update", *resume]:
             try:
                 await self.post(server, path, {}, _RESET_SECONDS)

@@ -1,6 +1,7 @@
 """How long requests wait: a server that is slow or paused keeps its place, and one that is silent loses it."""
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -11,13 +12,14 @@ import pytest_asyncio
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.rollout import asking as asking_module
+from megatron_a3po.rollout import client as client_module
 from megatron_a3po.rollout import lease as lease_module
 from megatron_a3po.rollout import pool as pool_module
 from megatron_a3po.rollout import recovery
 from megatron_a3po.rollout import server_states as states_module
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import GenerateResponse, generate_request
-from tests.unit.scripted_server import ScriptedServer, hang
+from tests.unit.scripted_server import ScriptedServer, answer, close_connection, hang
 from tests.unit.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
@@ -109,6 +111,36 @@ async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_
     assert f"{fleet.servers[0].url} has given no sign of life for 0.2 s" in error
     assert "rollout.request_timeout_seconds" in error
     assert fleet.pool.clients[0].in_flight == 0
+
+
+async def test_servers_that_lost_a_connection_and_are_too_busy_to_describe_themselves_are_waited_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_DESCRIBE_SECONDS", 0.05)
+    fleet.pool._silence_seconds = 60.0
+    for server, scripted in zip(fleet.pool.states.servers, fleet.servers, strict=True):
+        server.is_suspect = True
+        scripted.script("/server_info", hang, calls=range(2, 6))
+
+    answers = await asyncio.wait_for(fleet.sample(3), 60.0)
+
+    assert len(answers) == 3 and fleet.quarantined == []
+    assert [len(server.bodies("/generate")) for server in fleet.servers] == [1, 1, 1]
+    assert not any(server.is_suspect for server in fleet.pool.states.servers)
+
+
+async def test_a_server_that_lost_a_connection_and_never_describes_itself_again_is_left_out_by_its_silence(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_DESCRIBE_SECONDS", 0.05)
+    fleet.keep_alive(1, 2)
+    fleet.pool.states.servers[0].is_suspect = True
+    fleet.servers[0].script("/server_info", hang)
+
+    assert len(await asyncio.wait_for(fleet.sample(1), 60.0)) == 1
+
+    assert fleet.quarantined == [fleet.servers[0].url] and fleet.servers[0].bodies("/generate") == []
+    assert "has given no sign of life for 0.2 s" in str(fleet.pool.states.quarantined[0].error)
 
 
 async def test_responses_to_others_show_that_a_server_lives(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +253,27 @@ async def test_a_server_that_returns_and_fails_each_time_is_asked_ever_more_rare
     assert returns == [0, 1, 3, 7, 15]
 
 
+async def test_what_keeps_a_server_out_is_told_whenever_it_is_something_else(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ScriptedServer() as late:
+        fleet.pool.add(late.url)
+        server = fleet.pool.states.servers[3]
+        told = []
+        for sampling_params in ({"top_k": 1}, {"top_k": 1}, None):
+            description = {"preferred_sampling_params": sampling_params, "speculative_algorithm": "EAGLE"}
+            late.script("/server_info", answer(description))
+            await recovery.call_back(fleet.pool, at_once=True)
+            told.append(str(server.error))
+        assert told[0] == told[1] and "start the server without --preferred-sampling-params" in told[0]
+        assert "start the server without --speculative-algorithm" in told[2]
+        late.script("/server_info", close_connection)
+        await recovery.call_back(fleet.pool, at_once=True)
+    assert str(server.error) == told[2]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"{text}; {late.url} stays in quarantine" for text in (told[0], told[2])]
+
+
 async def test_a_server_that_has_done_well_between_two_publications_is_asked_at_once_again(fleet: Fleet) -> None:
     fleet.keep_alive(0, 1, 2)
     states = fleet.pool.states
@@ -237,3 +290,13 @@ async def test_a_server_that_has_done_well_between_two_publications_is_asked_at_
     await fleet.publish()
 
     assert server.error is None
+
+
+async def test_what_one_server_is_asked_for_goes_to_another_when_it_lives_and_does_not_answer(fleet: Fleet) -> None:
+    fleet.keep_alive(0, 1, 2)
+    fleet.servers[0].script("/generate", hang)
+
+    await asyncio.wait_for(fleet.pool.generate(REQUEST, fleet.pool.states.servers[0]), 30.0)
+
+    assert len(fleet.servers[0].bodies("/generate")) == 1
+    assert fleet.quarantined == []
