@@ -3,9 +3,8 @@
 import ast
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 
 
 def problem_of_function(name: str) -> tuple[str, str] | None:
@@ -14,28 +13,26 @@ def problem_of_function(name: str) -> tuple[str, str] | None:
     spec = None
     # The run's folder may be on the path of the run only, and not on that of the program that checks this.
     path = [*sys.path, os.getcwd()]
-    for end in _ends(module):
-        spec = PathFinder.find_spec(module[:end], path)
+    parts = module.split(".")
+    for number, part in enumerate(parts, 1):
+        # By the last part alone: for a whole name, a namespace package is looked for among imported modules.
+        spec = PathFinder.find_spec(part, path)
         if spec is None:
             remedy = "start the run in the folder that holds it, or set PYTHONPATH"
-            return f"there is no module {module[:end]!r}", remedy
+            return f"there is no module {'.'.join(parts[:number])!r}", remedy
         path = list(spec.submodule_search_locations or [])
     assert spec is not None
     return _problem_in(spec, attribute.split(".")[0])
 
 
-def _ends(module: str) -> Iterator[int]:
-    """Of the packages' names, from the outermost to the module itself."""
-    yield from (position for position, letter in enumerate(module) if letter == ".")
-    yield len(module)
-
-
 def _problem_in(spec: ModuleSpec, function: str) -> tuple[str, str] | None:
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return None
+    get_source: Callable[[str], str | None] = getattr(spec.loader, "get_source", lambda _: None)
     try:
-        body = ast.parse(Path(spec.origin).read_bytes()).body
-    except (OSError, SyntaxError, ValueError) as error:
+        source = get_source(spec.name)
+        if source is None:
+            return None
+        body = ast.parse(source).body
+    except (ImportError, SyntaxError, ValueError) as error:
         return f"{spec.origin} cannot be read: {error}", "mend the module"
     names = set[str]().union(*map(_names, body))
     if function in names or names & {"*", "__getattr__"}:
@@ -51,6 +48,8 @@ def _names(node: ast.AST) -> set[str]:
         return {node.name}
     if isinstance(node, ast.alias):
         return {(node.asname or node.name).split(".")[0]}
+    if isinstance(node, ast.ImportFrom) and node.level > 0 and node.module is not None:
+        return {node.module.split(".")[0]}.union(*map(_names, node.names))
     if isinstance(node, ast.Name):
         return {node.id} if isinstance(node.ctx, ast.Store) else set()
     return set[str]().union(*map(_names, ast.iter_child_nodes(node)))

@@ -1,6 +1,7 @@
 """Mistakes in the options of prompts and rewards: found before anything starts, with key, value and remedy."""
 
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,25 @@ def test_a_reward_function_in_the_folder_where_the_run_starts_is_found(
 def test_whatever_may_define_a_reward_function_is_accepted(folder: Path, source: str) -> None:
     (folder / "rewards_of_here.py").write_text(source)
     assert found(FILE, {"scorer": "rewards_of_here:f"}) == []
+
+
+@pytest.mark.parametrize("name", ["spaces.of.rewards", "package.inner", "package", "zipped"])
+def test_reward_functions_are_found_in_whatever_can_be_imported(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "def f(sample):\n    return 0.0\n"
+    for path in ("spaces/of/rewards.py", "package/inner.py"):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(source)
+    (folder / "package" / "__init__.py").write_text("from .inner import g as f\n")
+    with zipfile.ZipFile(folder / "more.zip", "w") as archive:
+        archive.writestr("zipped.py", source)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder / "more.zip")])
+
+    assert found(FILE, {"scorer": f"{name}:f"}) == []
+    assert found(FILE, {"scorer": "package:inner.g"}) == []
+    (mistake,) = found(FILE, {"scorer": f"{name}:lost"})
+    assert "has no 'lost'" in mistake
 
 
 def test_a_module_of_rewards_that_is_no_python_is_named_with_its_line(folder: Path) -> None:
