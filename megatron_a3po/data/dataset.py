@@ -92,6 +92,7 @@ def load_dataset(
         encoder=training.encoder,
         order_seed=order_seed,
         fingerprint=f"{scanned.fingerprint} {trained_on}",
+        max_tokens=scanned.max_tokens,
     )
 
 

@@ -51,15 +51,18 @@ class PromptSet:
         encoder: PromptEncoder,
         order_seed: int,
         fingerprint: str,
+        max_tokens: int,
     ) -> None:
         """`training`: [training prompts] indices into `questions`, of which each epoch has every one once. evaluation:
-        by the name of their dataset. fingerprint: of the training prompts and their answers, in this order."""
+        by the name of their dataset. fingerprint: of the training prompts and their answers, in this order. max_tokens:
+        no training prompt has more."""
         self._questions = questions
         self._training = training
         self._encoder = encoder
         self._order_seed = order_seed
         self.evaluation = evaluation
         self.fingerprint = fingerprint
+        self.max_tokens = max_tokens
 
     def __len__(self) -> int:
         """Number of different training prompts, which is the length of an epoch."""

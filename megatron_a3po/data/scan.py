@@ -44,6 +44,8 @@ class Scan:
     """Indices into the store, in the order of the dataset"""
     prompt_hashes: NDArray[np.uint64]
     """Of each kept row"""
+    max_tokens: int
+    """Of the longest kept prompt"""
     fingerprint: str
     """Of all kept prompts and answers in their order"""
 
@@ -52,7 +54,7 @@ def scan(path: Path, split: str | None, settings: ScanSettings, store: QuestionS
     """Read the whole dataset once. Its questions are appended to `store`."""
     first = len(store)
     found = _Found()
-    num_rows = num_too_long = 0
+    num_rows = num_too_long = max_tokens = 0
     for rows in batched(_rows_with_progress(path, split), _BATCH):
         good = list(_questions(rows, num_rows, path.stem, settings.schema, quarantine))
         num_rows += len(rows)
@@ -69,6 +71,7 @@ def scan(path: Path, split: str | None, settings: ScanSettings, store: QuestionS
                 _reject(quarantine, problem, row)
                 continue
             found.add(question, row.number)
+            max_tokens = max(max_tokens, len(token_ids))
     is_repeat = _drop_repeats(found, store, first, path, quarantine)
     kept = np.flatnonzero(~is_repeat)
     hashes = found.column("prompts")[kept]
@@ -79,6 +82,7 @@ def scan(path: Path, split: str | None, settings: ScanSettings, store: QuestionS
         num_repeats=found.num_repeats,
         kept=kept + first,
         prompt_hashes=hashes,
+        max_tokens=max_tokens,
         fingerprint=hashlib.blake2b(hashes.tobytes() + answers.tobytes(), digest_size=16).hexdigest(),
     )
 

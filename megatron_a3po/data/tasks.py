@@ -65,8 +65,7 @@ def load_task(
     entries = _select(((index, dataset[index]) for index in range(size)), pattern)
     questions = [_question(f"{task}/{seed}/{index}", entry) for index, entry in entries.items()]
     num_different = len(questions)
-    if max_prompt_tokens is not None or vocab_size is not None:
-        questions = _fitting(questions, encoder, max_prompt_tokens, vocab_size)
+    questions, max_tokens = _fitting(questions, encoder, max_prompt_tokens, vocab_size)
     if not 0 <= num_held_out < len(questions):
         raise DataError(
             f"task {task!r} gives {num_different} different prompts out of size={size} (prompt_pattern="
@@ -82,6 +81,7 @@ def load_task(
         encoder=encoder,
         order_seed=order_seed,
         fingerprint=_fingerprint(questions[num_held_out:]),
+        max_tokens=max_tokens,
     )
 
 
@@ -92,7 +92,8 @@ def _fingerprint(questions: Sequence[Question]) -> str:
 
 def _fitting(
     questions: list[Question], encoder: PromptEncoder, max_prompt_tokens: int | None, vocab_size: int | None
-) -> list[Question]:
+) -> tuple[list[Question], int]:
+    """Those that are short enough, and the length of the longest one."""
     encoded = encoder.encode_all(questions)
     largest = max((max(token_ids) for token_ids in encoded), default=0)
     if vocab_size is not None and largest >= vocab_size:  # of which a server dies
@@ -100,13 +101,12 @@ def _fitting(
             f"the tokenizer gives id {largest}, but the model's vocabulary has {vocab_size} entries: the tokenizer in "
             "the model's folder belongs to another model"
         )
-    if max_prompt_tokens is None:
-        return questions
-    kept = [question for question, ids in zip(questions, encoded, strict=True) if len(ids) <= max_prompt_tokens]
+    lengths = list(map(len, encoded))
+    limit = max(lengths, default=0) if max_prompt_tokens is None else max_prompt_tokens
+    kept = [question for question, length in zip(questions, lengths, strict=True) if length <= limit]
     if len(kept) < len(questions):
-        number = len(questions) - len(kept)
-        logger.warning("%d prompts of over %d tokens are left out", number, max_prompt_tokens)
-    return kept
+        logger.warning("%d prompts of over %d tokens are left out", len(questions) - len(kept), limit)
+    return kept, max((length for length in lengths if length <= limit), default=0)
 
 
 def _question(prompt_id: str, entry: Entry) -> Question:

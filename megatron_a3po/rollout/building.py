@@ -51,8 +51,10 @@ def make_sampler(config: RunConfig, pool: ServerPool, tokenizer: Decoder) -> Sam
 
 
 def stop_token_ids(model: Path, tokenizer: Decoder) -> frozenset[int]:
-    """At which SGLang ends a response: those of the tokenizer, of config.json and of generation_config.json."""
-    ids = [getattr(tokenizer, "eos_token_id", None)]
+    """At which SGLang ends a response: those of the tokenizer, of config.json and of generation_config.json, and
+    Llama 3's end of a message."""
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    ids = [getattr(tokenizer, "eos_token_id", None), added.get("<|eom_id|>")]
     for name in ("config.json", "generation_config.json"):
         if (model / name).exists():
             found = json.loads((model / name).read_bytes()).get("eos_token_id")

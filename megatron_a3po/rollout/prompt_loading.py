@@ -16,6 +16,9 @@ from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import ConfigError, DataError
 from megatron_a3po.runtime.logging import logger
 
+_KEPT_BACK = 6
+"""Positions that SGLang gives to no request"""
+
 
 def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
     """The prompts of a task or of a dataset, and those of evaluations, all of which the model and the microbatches have
@@ -126,7 +129,7 @@ def _evaluation_files(config: RunConfig, tokenizer: Any) -> dict[str, DatasetFil
 
 def longest_request(config: RunConfig, prompts: PromptSet) -> int:
     """Tokens of a prompt and its response, at most, in training and evaluation."""
-    training = _longest_prompt(config, read_model_config(config.model)) + config.rollout.max_new_tokens
+    training = prompts.max_tokens + config.rollout.max_new_tokens
     response = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
     evaluated = [len(prompt.token_ids) + response for each in prompts.evaluation.values() for prompt in each]
     return max(training, *evaluated)
@@ -136,8 +139,9 @@ def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:
     """Longer ones would not leave room for a response."""
     limits = {
         "actor.microbatch_tokens": config.actor.microbatch_tokens,
-        "the model's max_position_embeddings": described.get("max_position_embeddings", config.actor.microbatch_tokens),
     }
+    if (positions := _positions(described)) is not None:
+        limits["the model's positions (max_position_embeddings, less what servers keep back)"] = positions
     name, limit = min(limits.items(), key=lambda item: item[1])
     longest = limit - config.rollout.max_new_tokens
     if longest < 1:
@@ -148,18 +152,24 @@ def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:
     return min(longest, config.data.max_prompt_tokens or longest)
 
 
+def _positions(described: dict[str, Any]) -> int | None:
+    """What SGLang leaves of them to a prompt and its response; longer requests are refused, or cut."""
+    found = described.get("max_position_embeddings")
+    return found - _KEPT_BACK if found is not None else None
+
+
 def _with_room(
     config: RunConfig, evaluation: Mapping[str, Sequence[Prompt]], described: dict[str, Any]
 ) -> Mapping[str, Sequence[Prompt]]:
     """Without the prompts that leave no room for a response of an evaluation, which a server refuses."""
-    positions, tokens = described.get("max_position_embeddings"), config.evaluation.max_new_tokens
+    positions, tokens = _positions(described), config.evaluation.max_new_tokens
     if positions is None or tokens is None:
         return evaluation
     found = {}
     for name, prompts in evaluation.items():
         found[name] = [prompt for prompt in prompts if len(prompt.token_ids) + tokens <= positions]
         problem = f"{len(prompts) - len(found[name])} of {len(prompts)} prompts of the evaluation {name} leave no room "
-        problem += f"for evaluation.max_new_tokens = {tokens} in the model's max_position_embeddings = {positions}"
+        problem += f"for evaluation.max_new_tokens = {tokens} in the {positions} positions that the model has for them"
         if not found[name]:
             raise DataError(f"{problem}; lower evaluation.max_new_tokens")
         if len(found[name]) < len(prompts):

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 from megatron_a3po.rollout.protocol import ServerInfo
 
-_KEPT_BACK = 6
-"""Tokens of its context that SGLang does not count in `max_req_input_len`"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demands:
@@ -27,9 +24,9 @@ def unusable(url: str, info: ServerInfo, demands: Demands) -> str | None:
 def _problems(info: ServerInfo, demands: Demands) -> Iterator[str]:
     if demands.pause_mode == "in_place":
         yield from _in_place_problems(info)
-    if info.max_req_input_len is not None and demands.longest_request > info.max_req_input_len + _KEPT_BACK:
+    if info.max_req_input_len is not None and demands.longest_request > info.max_req_input_len:
         yield (
-            f"has room for {info.max_req_input_len + _KEPT_BACK:,} tokens of a prompt and its response, and this run's "
+            f"has room for {info.max_req_input_len:,} tokens of a prompt and its response, and this run's "
             f"may have {demands.longest_request:,}; start the server with a larger --context-length or more memory "
             "(--mem-fraction-static), or lower `data.max_prompt_tokens`, `rollout.max_new_tokens` or "
             "`evaluation.max_new_tokens`"

@@ -10,19 +10,25 @@ from transformers import AutoTokenizer
 from megatron_a3po.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
 from megatron_a3po.data.prompts import PromptSet
 from megatron_a3po.errors import DataError
-from megatron_a3po.rollout.prompt_loading import load_prompts
+from megatron_a3po.rollout.prompt_loading import load_prompts, longest_request
 from tests.unit.test_rollout_source import model  # noqa: F401
 
-POSITIONS = 512
+POSITIONS, KEPT_BACK = 512, 6
 
 
 def load(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> PromptSet:  # noqa: F811
+    config = config_of(model, tmp_path, evaluated_tokens)
+    config.run_dir.mkdir(exist_ok=True)
+    return load_prompts(config, AutoTokenizer.from_pretrained(model), config.run_dir)
+
+
+def config_of(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> RunConfig:  # noqa: F811
     """Twelve prompts of different lengths, all but one of which are held out, and a dataset of twelve more."""
     for name in ("train", "other"):
         rows = [{"q": " ".join(["seven"] * number + [name]), "a": "7"} for number in range(1, 13)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     columns = {"prompt": "q", "answer": "a"}
-    config = RunConfig(
+    return RunConfig(
         model=model,
         run_dir=tmp_path / "run",
         num_steps=1,
@@ -34,8 +40,6 @@ def load(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> PromptSet
             {"max_new_tokens": evaluated_tokens, "datasets": {"other": {"path": tmp_path / "other.jsonl"}}}
         ),
     )
-    (tmp_path / "run").mkdir(exist_ok=True)
-    return load_prompts(config, AutoTokenizer.from_pretrained(model), tmp_path / "run")
 
 
 def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_responses(
@@ -50,9 +54,14 @@ def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_respo
     assert {name: len(prompts) for name, prompts in every.evaluation.items()} == {"held_out": 11, "other": 12}
     longest = len(tokenizer(" ".join(["seven"] * 6 + ["other"]))["input_ids"])
 
-    some = load(model, tmp_path, POSITIONS - longest)
+    some = load(model, tmp_path, POSITIONS - KEPT_BACK - longest)
 
     assert len(some) == len(every) == 1
+    assert longest_request(config_of(model, tmp_path, POSITIONS - KEPT_BACK - longest), some) == POSITIONS - KEPT_BACK
+    assert some.max_tokens >= len(some.training_prompt(0).token_ids)
+    assert longest_request(config_of(model, tmp_path, None), some) == max(
+        some.max_tokens + 8, *(len(each.token_ids) + 8 for prompts in some.evaluation.values() for each in prompts)
+    )
     for name, prompts in every.evaluation.items():
         fitting = [each for each in prompts if len(tokenizer(each.question)["input_ids"]) <= longest]
         assert 0 < len(fitting) < len(prompts) and some.evaluation[name] == fitting
@@ -61,4 +70,4 @@ def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_respo
 
 def test_an_evaluation_without_a_prompt_that_leaves_room_is_refused(model: Path, tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(DataError, match=r"11 of 11 prompts of the evaluation held_out .*lower evaluation\.max_new_tok"):
-        load(model, tmp_path, POSITIONS - 1)
+        load(model, tmp_path, POSITIONS - KEPT_BACK)

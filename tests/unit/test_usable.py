@@ -18,7 +18,7 @@ def said(info: dict[str, Any], **demands: Any) -> str | None:
 
 
 def test_a_server_as_a_run_starts_it_is_usable() -> None:
-    info = {"max_req_input_len": 250, "preferred_sampling_params": None, "pp_size": 1, "attn_dp_size": 8}
+    info = {"max_req_input_len": 256, "preferred_sampling_params": None, "pp_size": 1, "attn_dp_size": 8}
     assert said(info, longest_request=256) is None
     assert said({}, longest_request=256) is None
 
@@ -32,7 +32,7 @@ def test_a_server_as_a_run_starts_it_is_usable() -> None:
         ({"pp_size": 2}, "--pp-size 2"),
         ({"dp_size": 8}, "use --tp-size, or more servers"),
         (
-            {"max_req_input_len": 249},
+            {"max_req_input_len": 255},
             "has room for 255 tokens of a prompt and its response, and this run's may have 256;",
         ),
     ],
@@ -42,7 +42,9 @@ def test_a_server_that_cannot_work_is_named_with_the_remedy(info: dict[str, Any]
     assert problem is not None and problem.startswith(URL) and remedy in problem
 
 
-def test_the_ends_of_a_response_are_those_of_the_tokenizer_and_of_both_files_of_the_model(tmp_path: Path) -> None:
+def test_the_ends_of_a_response_are_those_of_the_tokenizer_and_of_both_files_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tokenizer:
         eos_token_id = 5
 
@@ -53,3 +55,5 @@ def test_the_ends_of_a_response_are_those_of_the_tokenizer_and_of_both_files_of_
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert stop_token_ids(tmp_path, Tokenizer()) == {5, 7, 9}
+    monkeypatch.setattr(Tokenizer, "get_added_vocab", lambda _: {"<|eom_id|>": 11, "<pad>": 12}, raising=False)
+    assert stop_token_ids(tmp_path, Tokenizer()) == {5, 7, 9, 11}
