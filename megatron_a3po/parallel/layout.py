@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 import torch.distributed as dist
 
+_OPEN_FILES = 65536
 _NO_LIMIT = timedelta(days=30)
 
 
@@ -53,8 +54,10 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
 
 def _allow_open_files() -> None:
     """Each of Megatron's groups connects all of its ranks by gloo too: of 256 ranks, one has some 1,600 connections."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _let_segments_grow() -> None:

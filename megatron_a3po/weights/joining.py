@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.runtime.processes import free_port, is_loopback
+from megatron_a3po.runtime.processes import free_port
 from megatron_a3po.weights.signals import Signals
 
 _LOOK_SECONDS = 0.005
@@ -27,18 +27,21 @@ _LATER_SECONDS = 10.0
 
 def meeting_place(urls: Sequence[str]) -> tuple[str, int]:
     """Address and port of this machine, as servers at `urls` can reach them. Nothing is sent."""
-    elsewhere = [url for url in urls if not is_loopback(url)]
-    if elsewhere or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        host = urlsplit([*elsewhere, *urls][0]).hostname
-    else:  # the servers are beside rank 0, and this may be another machine
-        host = os.environ["MASTER_ADDR"]
+    hosts = [urlsplit(url).hostname for url in urls]
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        hosts.append(os.environ["MASTER_ADDR"])  # beside which servers on the loopback are
+    addresses = list(map(_address_towards, hosts))
+    address = next((each for each in addresses if not each.startswith("127.")), addresses[0])
+    return address, free_port(address)
+
+
+def _address_towards(host: str | None) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 80))
         except OSError as error:
             raise PublishError(f"{host} cannot be reached: {error}") from None
-        address = str(probe.getsockname()[0])
-    return address, free_port(address)
+        return str(probe.getsockname()[0])
 
 
 def open_store(place: tuple[str, int], timeout_seconds: float) -> dist.Store:
