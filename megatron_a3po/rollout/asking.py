@@ -5,8 +5,10 @@ import asyncio
 from typing import Any
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
+from megatron_a3po.rollout.client import KeyRefused, RequestRefused
 from megatron_a3po.rollout.protocol import GenerateResponse
 from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
+from megatron_a3po.runtime.logging import logger
 
 PATIENCE = 4.0
 """A request waits for so many times the silence that costs a server its place."""
@@ -32,7 +34,6 @@ async def ask(
         server.heard = states.clock()
     server.client.in_flight += 1
     try:
-        await _verify(states, server)
         responses = await _wait(states, server, request, silence_seconds, patience_seconds)
     finally:
         server.client.in_flight -= 1
@@ -46,7 +47,7 @@ async def ask(
 async def _wait(
     states: ServerStates, server: Server, request: dict[str, Any], silence_seconds: float, patience_seconds: float
 ) -> list[GenerateResponse]:
-    work = asyncio.ensure_future(server.unless_quarantined(server.client.generate(request)))
+    work = asyncio.ensure_future(server.unless_quarantined(_verify_and_ask(states, server, request)))
     started, was_silent = states.clock(), False
     try:
         while True:
@@ -68,16 +69,27 @@ async def _wait(
         work.cancel()
 
 
+async def _verify_and_ask(states: ServerStates, server: Server, request: dict[str, Any]) -> list[GenerateResponse]:
+    await _verify(states, server)
+    return await server.client.generate(request)
+
+
 async def _verify(states: ServerStates, server: Server) -> None:
-    """A server that a connection was lost to may be another process by now. Raises RolloutServerDied without an
-    answer, Quarantined when it is another one."""
-    if not server.is_suspect:
-        return
-    try:
-        info = await server.client.server_info()
-    except RolloutError as error:
-        raise RolloutServerDied(str(error)) from None
-    if server.info is not None and info.startup_time != server.info.startup_time:
-        states.quarantine(server, RolloutError(f"{server.url} was restarted, with weights of its own"))
-        raise Quarantined(f"{server.url} was restarted")
-    server.is_suspect = False
+    """A server that a connection was lost to may be another process by now. A busy one, whose scheduler has to answer,
+    is asked for as long as it takes. Raises RolloutServerDied without a connection or when it refuses, Quarantined when
+    it is another process."""
+    while server.is_suspect:
+        try:
+            info = await server.client.server_info()
+        except RolloutServerDied:
+            raise
+        except (RequestRefused, KeyRefused) as error:
+            raise RolloutServerDied(str(error)) from None
+        except RolloutError as error:
+            logger.debug("%s; it is asked again", error)
+            await asyncio.sleep(_LOOK_SECONDS)
+            continue
+        if server.info is not None and info.startup_time != server.info.startup_time:
+            states.quarantine(server, RolloutError(f"{server.url} was restarted, with weights of its own"))
+            raise Quarantined(f"{server.url} was restarted")
+        server.is_suspect = False

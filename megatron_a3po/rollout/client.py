@@ -20,6 +20,8 @@ class KeyRefused(RolloutError):
 
 KEEP_ALIVE_SECONDS = 2.0
 """Below the server's own 5 s: a request on a connection that the server is closing would fail."""
+_DESCRIBE_SECONDS = 30.0
+"""SGLang's scheduler takes part in the answer, and may be in a batch."""
 
 
 class SGLangClient:
@@ -70,7 +72,7 @@ class SGLangClient:
         return parse_answer(ModelInfo, answer, f"{self.url}/model_info")
 
     async def server_info(self) -> ServerInfo:
-        answer = await self._call("GET", "/server_info", None, timeout_seconds=30.0)
+        answer = await self._call("GET", "/server_info", None, timeout_seconds=_DESCRIBE_SECONDS)
         return parse_answer(ServerInfo, answer, f"{self.url}/server_info")
 
     async def post(self, path: str, body: dict[str, Any], timeout_seconds: float | None = None) -> Any:
