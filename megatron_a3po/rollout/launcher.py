@@ -23,7 +23,7 @@ from megatron_a3po.runtime.run_dir import make_log_folder
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 1800.0
-"""A server that ends more often within such a time is given up."""
+"""A server that ends more often within such a time, or cannot be started again for so long, is given up."""
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 
@@ -82,7 +82,8 @@ def server_maker(config: RunConfig, *, gpus: Sequence[str] | None, host: str, ke
 class KeptServer:
     """A server that is registered while it runs and started again when it has ended. A context manager.
 
-    What a folder does not allow at one time, for example since a disk is full, is told once and tried again.
+    What a folder does not allow at one time, for example since a disk is full, is told once and tried again. Only what
+    cannot be started at first, or for RESTART_WINDOW_SECONDS later on, will not be.
     """
 
     def __init__(
@@ -101,7 +102,11 @@ class KeptServer:
         self._failing: set[str] = set()
 
     def __enter__(self) -> Self:
-        self._start()
+        """Raises RolloutError when it cannot be started."""
+        try:
+            self._start()
+        except OSError as error:
+            raise RolloutError(f"a rollout server could not be started: {error}") from error
         return self
 
     def __exit__(
@@ -115,7 +120,7 @@ class KeptServer:
         if self.is_given_up:
             return
         if (server := self._server) is None:
-            self._start()
+            self._start_again()
             return
         problem = server.describe_death()
         if problem is None and not self._is_registered:
@@ -132,11 +137,18 @@ class KeptServer:
 
     def _start(self) -> None:
         port = self._address[1] if self._address is not None and _is_free(*self._address) else None
-        with self._trying("a rollout server could not be started"):
-            self._server = self._make_server(port).__enter__()
-            self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-            self._deadline = time.monotonic() + self._config.rollout.start_timeout_seconds
-            self._say(f"starting a rollout server at {self._server.url}, log {self._server.log_file}")
+        self._server = self._make_server(port).__enter__()
+        self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        self._deadline = time.monotonic() + self._config.rollout.start_timeout_seconds
+        self._say(f"starting a rollout server at {self._server.url}, log {self._server.log_file}")
+
+    def _start_again(self) -> None:
+        failure = "a rollout server could not be started"
+        with self._trying(failure):
+            self._start()
+        if self._server is None and time.monotonic() - self._restarts[-1] >= RESTART_WINDOW_SECONDS:
+            self.is_given_up = True
+            self._say(f"{failure} for {RESTART_WINDOW_SECONDS:g} s; it is given up")
 
     def _stop(self) -> None:
         if self._server is not None:
@@ -175,7 +187,7 @@ class KeptServer:
         self._restarts.append(now)
         self._say(f"{problem}; it is started again")
         self._address = server.host, server.port
-        self._start()
+        self._start_again()
 
     def _register(self, server: LocalServer) -> None:
         registration = Registration(

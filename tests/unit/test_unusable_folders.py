@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_a3po.errors import RolloutError
+from megatron_a3po.rollout import launcher
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.discovery import find_servers
 from megatron_a3po.rollout.launcher import keep_running
@@ -94,15 +95,56 @@ def test_servers_end_also_where_their_registrations_cannot_be_taken_back(tmp_pat
     assert "could not be taken back" in launch.said[-1]
 
 
-def test_a_server_whose_log_cannot_be_opened_is_started_later_and_others_go_on(tmp_path: Path) -> None:
-    bad, good = Launch(tmp_path / "bad"), Launch(tmp_path / "good")
-    for launch in (bad, good):
+def two_launches(tmp_path: Path) -> tuple[Launch, Launch]:
+    launches = Launch(tmp_path / "bad"), Launch(tmp_path / "good")
+    for launch in launches:
         launch.log.parent.mkdir()
+    return launches
+
+
+def lose_log(launch: Launch) -> None:
+    """The next start fails."""
+    launch.log.rename(launch.log.with_name("before.log"))
+    launch.log.mkdir()
+
+
+def test_a_server_that_cannot_be_started_at_first_ends_the_launcher_with_the_reason(tmp_path: Path) -> None:
+    bad, good = two_launches(tmp_path)
     bad.log.mkdir()
+    message = rf"^a rollout server could not be started: \[Errno 21\] Is a directory: '{bad.log}'$"
+    with pytest.raises(RolloutError, match=message):
+        keep_running([good.kept, bad.kept], threading.Event())
+    assert not is_running(good.servers[0].process_id)
+
+
+def test_a_server_that_cannot_be_started_again_for_long_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, _ = two_launches(tmp_path)
+    with bad.kept:
+        lose_log(bad)
+        bad.kill()
+        bad.kept.look()
+        bad.kept.look()
+        assert not bad.kept.is_given_up
+        monkeypatch.setattr(launcher, "RESTART_WINDOW_SECONDS", 0.0)
+        bad.kept.look()
+        assert bad.kept.is_given_up
+        bad.log.rmdir()
+        bad.kept.look()
+    assert len(bad.servers) == 4
+    assert bad.said[-1] == "a rollout server could not be started for 0 s; it is given up"
+
+
+def test_a_server_whose_log_cannot_be_opened_is_started_again_later_and_others_go_on(tmp_path: Path) -> None:
+    bad, good = two_launches(tmp_path)
     stop = threading.Event()
 
     def repair() -> None:
-        wait_until(lambda: bool(good.registered))
+        wait_until(lambda: bool(good.registered and bad.registered))
+        lose_log(bad)
+        bad.kill()
+        wait_until(lambda: any("could not be started" in text for text in bad.said))
         assert bad.registered == []
         bad.log.rmdir()
         wait_until(lambda: bool(bad.registered))
@@ -116,7 +158,7 @@ def test_a_server_whose_log_cannot_be_opened_is_started_later_and_others_go_on(t
     assert len(good.servers) == 1
     message = "a rollout server could not be started, and every 0.5 s it is tried again"
     reason = f"[Errno 21] Is a directory: '{bad.log}'"
-    assert [text for text in bad.said if "started" in text] == [f"{message}: {reason}"]
+    assert [text for text in bad.said if "could not" in text] == [f"{message}: {reason}"]
     assert "is ready" in bad.said[-1]
 
 
