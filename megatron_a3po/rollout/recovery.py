@@ -67,8 +67,10 @@ async def call_back(pool: ServerPool, *, at_once: bool) -> None:
         try:
             async with asyncio.timeout(_RETURN_SECONDS):
                 info = await _returned(pool, server)
-        except (RolloutError, TimeoutError) as error:
-            logger.debug("%s stays in quarantine: %r", server.url, error)
+        except TimeoutError:
+            problem = f"{server.url} was not ready to take part within {_RETURN_SECONDS:g} s; see its log"
+            pool.states.keep_out(server, RolloutError(problem))
+        except RolloutError as error:
             pool.states.keep_out(server, error)
         else:
             pool.states.take_back(server, info)

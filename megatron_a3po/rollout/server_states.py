@@ -168,11 +168,16 @@ class ServerStates:
         self._quarantined.remove(server)
         self.membership += 1
 
-    def keep_out(self, server: Server, error: BaseException) -> None:
+    def keep_out(self, server: Server, error: RolloutError) -> None:
         """It answered, and still cannot take part; without an answer, asking costs nothing."""
-        if not isinstance(error, RolloutServerDied):
-            server.skips = min(2**server.failures - 1, _MAX_SKIPPED)
-            server.failures += 1
+        if isinstance(error, RolloutServerDied):
+            logger.debug("%s stays in quarantine: %s", server.url, error)
+            return
+        if str(error) != str(server.error):
+            logger.warning("%s; %s stays in quarantine", error, server.url)
+        server.error = error
+        server.skips = min(2**server.failures - 1, _MAX_SKIPPED)
+        server.failures += 1
 
     def begin_publication(self) -> None:
         """Until its end, the publisher decides whether the servers are too few: another way to them may be left."""
