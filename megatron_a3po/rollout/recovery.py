@@ -84,8 +84,9 @@ async def _returned(pool: ServerPool, server: Server) -> ServerInfo:
         raise RolloutError(problem)
     if not await server.lease.take():
         raise RolloutError(await pool.occupied(server))
+    # Not after a call that is still under way: the end of an update waits for requests unless the server is paused.
+    await server.client.post("/abort_request", {"abort_all": True}, GRACE_SECONDS)
     await _leave(pool, server)
-    await pool.post(server, "/abort_request", {"abort_all": True}, GRACE_SECONDS)
     return info
 
 

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.rollout import pool as pool_module
+from megatron_a3po.rollout import recovery
 from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS
 from megatron_a3po.rollout.event_loop import EventLoopThread
 from megatron_a3po.rollout.pool import ServerPool
@@ -274,7 +275,7 @@ async def test_reset_ignores_servers_that_have_nothing_to_undo(
     await asyncio.gather(*map(pool.reset, pool.states.members))
 
     for server in servers:
-        assert server.paths() == ["/end_weight_update", "/continue_generation"]
+        assert server.paths() == ["/abort_request", "/end_weight_update", "/continue_generation"]
 
 
 async def test_reset_undoes_in_order_at_a_slow_server_though_another_has_nothing_to_undo(
@@ -361,4 +362,49 @@ async def test_a_server_that_a_dead_run_left_paused_in_an_update_is_cleared_and_
 
     await pool.wait_ready(3.0)
 
-    assert servers[0].paths()[-2:] == ["/end_weight_update", "/continue_generation"]
+    assert servers[0].paths()[-3:] == ["/abort_request", "/end_weight_update", "/continue_generation"]
+
+
+async def test_long_responses_that_nobody_waits_for_hold_up_no_start_of_a_run(
+    servers: list[ScriptedServer], start_pool: StartPool
+) -> None:
+    pool = await start_pool(servers[0].url)
+    make_updates_wait_for_responses(servers[0])
+
+    await asyncio.wait_for(pool.wait_ready(PROMPT_SECONDS), PROMPT_SECONDS)
+
+    assert servers[0].paths().count("/end_weight_update") == 1
+
+
+async def test_long_responses_that_nobody_waits_for_hold_up_no_return_from_quarantine(
+    servers: list[ScriptedServer], start_pool: StartPool
+) -> None:
+    """Also where a call waits for them that is still under way."""
+    pool = await start_pool(servers[0].url)
+    server = pool.states.servers[0]
+    make_updates_wait_for_responses(servers[0])
+    stuck = asyncio.create_task(pool.post(server, "/end_weight_update", {}, DEADLINE_SECONDS))
+    pool.states.quarantine(server, RolloutError("it is slow"))
+    await asyncio.sleep(0.05)
+    assert not stuck.done()
+
+    await recovery.call_back(pool, at_once=True)
+
+    assert stuck.done() and pool.states.quarantined == []
+
+
+def make_updates_wait_for_responses(server: ScriptedServer) -> None:
+    """As in SGLang where it is not paused."""
+    aborted = asyncio.Event()
+
+    async def abort(_: web.Request, body: Json) -> web.StreamResponse:
+        assert body == {"abort_all": True}
+        aborted.set()
+        return web.Response()
+
+    async def end(*_: object) -> web.StreamResponse:
+        await aborted.wait()
+        return success()
+
+    server.script("/abort_request", abort)
+    server.script("/end_weight_update", end)
