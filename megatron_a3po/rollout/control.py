@@ -208,7 +208,7 @@ class ServerControl:
             for url in await self._find_urls():
                 self.pool.add(url)
             await recovery.call_back(self.pool, at_once=call_back == "all")
-        await recovery.take_back_leases(self.pool)
+        await recovery.take_back_leases(self.pool, self.timeout_seconds)
         if not states.enough:
             states.fail_if_too_few()
         states.raise_if_too_few()

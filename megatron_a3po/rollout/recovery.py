@@ -1,10 +1,13 @@
 """How servers get out of a publication that failed, and back into one after a quarantine."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.client import RequestRefused
+from megatron_a3po.rollout.client import KeyRefused, RequestRefused
+from megatron_a3po.rollout.connecting import Occupied
+from megatron_a3po.rollout.lease import RETRY_SECONDS
 from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.protocol import ServerInfo
 from megatron_a3po.rollout.server_states import Server
@@ -44,14 +47,26 @@ async def undo_publication(pool: ServerPool, participants: Sequence[Server]) -> 
     await asyncio.gather(*map(undo, participants))
 
 
-async def take_back_leases(pool: ServerPool) -> None:
-    """Of servers that another run may have taken while this one stood still; those that it has go into quarantine."""
+async def take_back_leases(pool: ServerPool, timeout_seconds: float) -> None:
+    """Of servers that another run may have taken while this one stood still, or had no answer; those that it has go
+    into quarantine. A server whose scheduler is busy has as long as for any call of a publication."""
 
     async def take_back(server: Server) -> None:
-        try:
-            await pool.take(server)
-        except RolloutError as error:
-            pool.states.quarantine(server, error)
+        deadline, is_told = time.monotonic() + timeout_seconds, False
+        while server.error is None and not server.lease.is_held:
+            try:
+                await pool.take(server)
+            except (Occupied, KeyRefused) as error:
+                pool.states.quarantine(server, error)
+            except RolloutError as error:
+                if time.monotonic() >= deadline:
+                    text = f"{error}; so it was for publish.timeout_seconds = {timeout_seconds:g}"
+                    pool.states.quarantine(server, type(error)(text))
+                    return
+                if not is_told:
+                    logger.warning("%s; the publication waits for it", error)
+                    is_told = True
+                await asyncio.sleep(RETRY_SECONDS)
 
     await asyncio.gather(*(take_back(server) for server in pool.states.members if server.lease.has_run_out))
 

@@ -245,6 +245,36 @@ async def test_before_a_publication_a_run_that_stood_still_takes_its_server_anew
         await other.release()
 
 
+@pytest.mark.parametrize("is_free_in_time", [True, False])
+async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_time_of_a_call(
+    start: StartRun,
+    server: ScriptedServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_free_in_time: bool,
+) -> None:
+    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+    monkeypatch.setattr(recovery, "RETRY_SECONDS", 0.02)
+    async with ScriptedServer() as lonely:
+        run = await start(FIRST, lonely.url, min_servers=1)
+        lease = run.states.servers[0].lease
+        receivers = ServerControl(run, None, timeout_seconds=60.0 if is_free_in_time else 0.5)  # type: ignore[arg-type]
+        server.scheduler_is_free.clear()
+        lease._opened -= LEASE_SECONDS
+        muster = asyncio.create_task(receivers._muster("none"))
+        if is_free_in_time:
+            await wait_until(lambda: "the publication waits for it" in caplog.text)
+            await asyncio.sleep(0.5)
+            assert not muster.done() and run.states.quarantined == []
+            server.scheduler_is_free.set()
+        await asyncio.wait_for(muster, 60.0)
+        assert lease.is_held == is_free_in_time
+        assert [out.url for out in run.states.quarantined] == ([] if is_free_in_time else [server.url])
+        assert is_free_in_time or "publish.timeout_seconds = 0.5" in str(run.states.quarantined[0].error)
+        assert caplog.text.count("the publication waits for it") == 1
+        server.scheduler_is_free.set()
+
+
 async def test_a_server_that_another_run_has_taken_is_left_out_until_that_run_ends(
     start: StartRun, server: ScriptedServer
 ) -> None:
