@@ -150,7 +150,8 @@ class Lease:
             opened = await self._answer(name)
             if opened is not None and time.monotonic() - opened < LEASE_SECONDS / 2:
                 await self._end(name)  # this run has opened it, and cannot tell for how long it has it
-        self._calls[name] = asyncio.create_task(self._open(name))
+        self._calls[name] = call = asyncio.create_task(self._open(name))
+        call.add_done_callback(_read)
         return await self._answer(name) is not None
 
     async def _open(self, name: str) -> float:
@@ -174,3 +175,9 @@ class Lease:
 
     async def _end(self, name: str) -> None:
         await self._client.post("/close_session", {"session_id": name}, _CALL_SECONDS)
+
+
+def _read(call: asyncio.Task[float]) -> None:
+    """Of a call whose answer nobody waits for, a failure is none."""
+    if not call.cancelled():
+        call.exception()

@@ -1,6 +1,7 @@
 """Of two runs that want one server, the second is refused while the first lives, and has it soon after."""
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -273,6 +274,23 @@ async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_tim
         assert is_free_in_time or "publish.timeout_seconds = 0.5" in str(run.states.quarantined[0].error)
         assert caplog.text.count("the publication waits for it") == 1
         server.scheduler_is_free.set()
+
+
+async def test_a_call_that_failed_after_it_was_given_up_leaves_no_trace_in_the_log(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.05)
+    monkeypatch.setattr(lease_module, "_LATE_SECONDS", 0.1)
+    server.scheduler_is_free.clear()
+    pool = ServerPool([server.url], timeout_seconds=5.0)
+    lease = pool.states.servers[0].lease
+    with pytest.raises(RolloutError, match=r"gave no answer within 0\.05 s"):
+        await lease.take()
+    await wait_until(lambda: all(call.done() for call in lease._calls.values()))
+    lease._calls.clear()
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    await pool.close()
 
 
 async def test_a_server_that_another_run_has_taken_is_left_out_until_that_run_ends(
