@@ -205,6 +205,8 @@ def _lose_and_regain(folder: str, urls: str) -> None:
             if version in (2, 4) and dist.get_rank() == 0:
                 receivers.reject({first: "a response was lost"})
             _print_errors(partial(publisher.publish, version), "published")
+            for server in receivers.pool.states.members:
+                receivers.pool.states.accept(server)  # a response, without which it would come back ever more rarely
             change(model)
     end_process(0)  # a broadcast that nobody joins any more is left behind
 
