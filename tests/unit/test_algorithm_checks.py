@@ -96,8 +96,7 @@ def test_a_recipe_whose_method_the_command_line_replaces_still_runs_and_says_wha
 @pytest.mark.parametrize("temperature", [5e-7, 9.9e-7, 1e-6, 0.6])
 def test_a_temperature_is_refused_exactly_where_sglang_samples_greedily_instead(temperature: float, file: Path) -> None:
     package = find_spec("sglang")
-    if package is None or package.origin is None:
-        pytest.skip("SGLang is not installed")
+    assert package is not None and package.origin is not None
     source = (Path(package.origin).parent / "srt" / "sampling" / "sampling_params.py").read_text(encoding="utf-8")
     (bound,) = re.findall(r"^_SAMPLING_EPS = (.+)$", source, re.MULTILINE)
     assert "if 0 <= self.temperature < _SAMPLING_EPS:" in source
