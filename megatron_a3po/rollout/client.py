@@ -1,7 +1,9 @@
 """One rollout server over HTTP."""
 
+import ipaddress
 import math
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -22,6 +24,15 @@ KEEP_ALIVE_SECONDS = 2.0
 """Below the server's own 5 s: a request on a connection that the server is closing would fail."""
 _DESCRIBE_SECONDS = 30.0
 """SGLang's scheduler takes part in the answer, and may be in a batch."""
+
+
+def is_loopback(url: str) -> bool:
+    """Whether no other machine reaches this address."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class SGLangClient:

@@ -18,6 +18,7 @@ from megatron_a3po.data.rollout_state import RolloutState
 from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.rollout.adoption import adopt_weights
 from megatron_a3po.rollout.building import make_evaluator, make_sampler, pool_settings, shaping
+from megatron_a3po.rollout.client import is_loopback
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.discovery import find_servers
@@ -30,7 +31,6 @@ from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.rewards.pool import RewardPool
 from megatron_a3po.rollout.servers import LocalServer, server_arguments
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.runtime.processes import is_loopback
 from megatron_a3po.types import Trajectory
 
 _CLOSE_SECONDS = 10.0

@@ -1,7 +1,6 @@
 """Parents and ends: no process outlives the one that started it, however that one ends."""
 
 import ctypes
-import ipaddress
 import logging
 import os
 import random
@@ -11,7 +10,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_PORT = 10000
@@ -35,15 +33,6 @@ def end_process(exit_code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # a full disk, a closed pipe
             stream.flush()
     os._exit(exit_code)
-
-
-def is_loopback(url: str) -> bool:
-    """Whether no other machine reaches this address."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
