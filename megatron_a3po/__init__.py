@@ -1,6 +1,7 @@
 """Asynchronous reinforcement-learning post-training: Megatron-Core actors, the A-3PO loss, SGLang rollout servers."""
 
-from megatron_a3po.config import RunConfig, load_config
+from megatron_a3po.config import RunConfig
+from megatron_a3po.preflight.load import load_config
 
 __all__ = ["RunConfig", "load_config"]
 __version__ = "0.1.0"

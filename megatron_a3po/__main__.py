@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from megatron_a3po.config import RunConfig, load_config, to_yaml
+from megatron_a3po.checkpoint.resume import plan_resume
+from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import A3poError, ConfigError, RunFinished
+from megatron_a3po.preflight.load import load_config, to_yaml
 from megatron_a3po.runtime.processes import die_with_parent, end_process
-from megatron_a3po.runtime.resume import plan_resume
 from megatron_a3po.runtime.run_dir import make_log_folder
 
 _CONFIG_MISTAKE = 2
@@ -207,14 +208,14 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from megatron_a3po.config import load_architecture
-    from megatron_a3po.config.describe import describe_run
+    from megatron_a3po.preflight.describe import describe_run
+    from megatron_a3po.preflight.load import load_architecture
 
     try:
         config = load_config(parsed.config, parsed.overrides, {"WORLD_SIZE": str(parsed.ranks)})
         # The tokenizer and the datasets take a while.
         print("\n".join(describe_run(config, load_architecture(config.model), parsed.ranks)), flush=True)
-        from megatron_a3po.rollout.prompt_loading import try_datasets
+        from megatron_a3po.prompts.load import try_datasets
 
         for line in try_datasets(config):
             print(line)

@@ -1,7 +1,7 @@
 """Evaluation of a model folder, or of what running servers hold, without training."""
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.config.model_folder import has_megatron_weights
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.rollout.evaluator import EVALUATIONS, SUMMARY, DatasetResult
 from megatron_a3po.rollout.rank_zero import RankZeroRollouts

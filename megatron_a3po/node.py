@@ -18,14 +18,15 @@ from pathlib import Path
 
 from megatron_a3po.__main__ import main as run_command
 from megatron_a3po.__main__ import say_mistake
-from megatron_a3po.config import RunConfig, load_architecture, load_config
-from megatron_a3po.config.describe import describe_run
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.model_folder import MEGATRON_WEIGHTS, has_megatron_weights
 from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.errors import A3poError, ConfigError
-from megatron_a3po.rollout.launcher import check_host
-from megatron_a3po.rollout.prompt_loading import try_datasets
+from megatron_a3po.preflight.describe import describe_run
+from megatron_a3po.preflight.load import load_architecture, load_config
+from megatron_a3po.prompts.load import try_datasets
 from megatron_a3po.runtime.processes import die_with_parent
+from megatron_a3po.serving.launcher import check_host
 
 _HEARTBEAT_SECONDS = 60.0
 _END_SECONDS = 30.0

@@ -3,11 +3,12 @@
 import torch
 
 from megatron_a3po.actor import build_actor
-from megatron_a3po.actor.checkpoint import CheckpointManager
 from megatron_a3po.algorithm.advantage import Advantages, compute_advantages, overlong_penalty
-from megatron_a3po.config import RunConfig, to_yaml
+from megatron_a3po.checkpoint.manager import CheckpointManager
+from megatron_a3po.config import RunConfig
 from megatron_a3po.hf.export import save_hf_folder
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
+from megatron_a3po.preflight.load import to_yaml
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.recorder import RunRecorder
@@ -15,7 +16,7 @@ from megatron_a3po.runtime.run_dir import claim_run_dir
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
-from megatron_a3po.weights.building import build_publisher
+from megatron_a3po.weights.build import build_publisher
 
 
 def train(config: RunConfig, preemption: Preemption | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.fleet.event_loop import EventLoopThread
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.unit.receiver import start_receiver
 from tests.unit.scripted_server import ScriptedServer, response

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from megatron_a3po.errors import A3poError
-from megatron_a3po.weights.delta_followers import follow
+from megatron_a3po.weights.transports.delta.followers import follow
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset
-from megatron_a3po.data.questions import PromptEncoder
+from megatron_a3po.prompts.dataset import DatasetFiles, DatasetLimits, load_dataset
+from megatron_a3po.prompts.encoder import PromptEncoder
 
 QUESTION = "Problem {i}: what is {i} plus {j}? " + "Explain each step of it. " * 10
 NUM_LOOKED_UP = 1000

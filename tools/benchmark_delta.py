@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.weights.delta_folder import MODEL, Published, make_local_folder
-from megatron_a3po.weights.delta_writer import OwnedShard
+from megatron_a3po.weights.transports.delta.folder import MODEL, Published, make_local_folder
+from megatron_a3po.weights.transports.delta.writer import OwnedShard
 
 DENSITIES = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)
 

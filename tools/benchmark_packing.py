@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_a3po.config.architecture import Architecture
-from megatron_a3po.data.balance import assign_microbatches, largest_differencing
+from megatron_a3po.batching.balance import assign_microbatches, largest_differencing
+from megatron_a3po.preflight.architecture import Architecture
 
 type Assignment = list[list[list[int]]]
 """[rank][microbatch][sequence]"""
@@ -126,7 +126,7 @@ METHODS: dict[str, Callable[[Sequence[int], int, int], Assignment]] = {
     "in order": in_order,
     "into the emptiest": into_the_emptiest,
     "differencing alone": differencing_alone,
-    "data/balance.py": balanced,
+    "batching/balance.py": balanced,
 }
 
 

@@ -97,7 +97,7 @@ def main() -> int:
         timer = PhaseTimer()
         actor = build_actor(configs["loglinear"], device=device, timer=timer)
 
-    from megatron_a3po.actor.objective import Objective
+    from megatron_a3po.algorithm.objective import Objective
 
     objectives = {method: Objective(config) for method, config in configs.items()}
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}

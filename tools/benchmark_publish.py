@@ -210,7 +210,7 @@ def make_ways(
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.gather import WeightCollector
     from megatron_a3po.weights.publisher import WeightPublisher
-    from megatron_a3po.weights.transport import UpdateGroups
+    from megatron_a3po.weights.transports.group import UpdateGroups
 
     def publisher(bucket_bytes: int, num_buffers: int = 2) -> WeightPublisher:
         collector = WeightCollector(model.chunks, model.groups, folder, control, bucket_bytes=bucket_bytes)

@@ -14,7 +14,7 @@ from megatron_a3po.conversion.processes import Processes, run_tool
 
 
 def _convert(arguments: argparse.Namespace, processes: Processes) -> None:
-    from megatron_a3po.config.model_files import MEGATRON_WEIGHTS
+    from megatron_a3po.config.model_folder import MEGATRON_WEIGHTS
     from megatron_a3po.conversion.to_megatron import convert_to_megatron
     from megatron_a3po.conversion.verify import verify
 

@@ -16,11 +16,12 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from megatron_a3po.config import RunConfig, load_config
+from megatron_a3po.config import RunConfig
 from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.errors import A3poError, ConfigError
-from megatron_a3po.rollout.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
-from megatron_a3po.rollout.registration import remove_ended, servers_folder
+from megatron_a3po.preflight.load import load_config
+from megatron_a3po.serving.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
+from megatron_a3po.serving.registry import remove_ended, servers_folder
 
 
 def main() -> int:

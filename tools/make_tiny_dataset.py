@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 from make_tiny_model import DATA, make_tokenizer
 
-from megatron_a3po.data.prompts import Prompt
-from megatron_a3po.data.questions import PromptEncoder
-from megatron_a3po.data.tasks import load_task
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.prompts import Prompt
+from megatron_a3po.prompts.tasks import load_task
 
 NUM_EASY = 64
 """Held-out words of the one evaluation set; the others make the second one."""

@@ -26,11 +26,11 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from megatron_a3po.data.prompts import Prompt, PromptSet
-from megatron_a3po.data.questions import PromptEncoder
-from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import A3poError, ConfigError
-from megatron_a3po.rollout.rewards.scorers import TaskSpec, task_scorer
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.prompts import Prompt, PromptSet
+from megatron_a3po.prompts.tasks import load_task
+from megatron_a3po.rewards.scorers import TaskSpec, task_scorer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus):"
 WORD_LENGTH = 6

@@ -5,7 +5,7 @@
 
 Plain PyTorch and Hugging Face, one thread per run, no server: batch k is sampled by the weights of version
 max(0, k - staleness), so that every token's staleness is exact and a run depends on nothing but its settings. The
-configuration (configs/tiny_cpu.yaml), the loss (actor/objective.py), log-probs, advantages, rewards and prompts are
+configuration (configs/tiny_cpu.yaml), the loss (algorithm/objective.py), log-probs, advantages, rewards and prompts are
 those of the real trainer. So this isolates the objective from the system and says nothing about the latter: neither its
 speed, nor the staleness that real runs have, nor versions that change inside a response. `make quickstart` measures
 the system.
@@ -46,14 +46,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from megatron_a3po.actor.objective import Objective
 from megatron_a3po.algorithm.advantage import compute_advantages
-from megatron_a3po.config import RunConfig, load_config
-from megatron_a3po.data.prompts import Prompt, PromptSet
+from megatron_a3po.algorithm.objective import Objective
+from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import A3poError
 from megatron_a3po.parallel.vocab_parallel import logprobs_and_entropy
-from megatron_a3po.rollout.prompt_loading import load_prompts
-from megatron_a3po.rollout.rewards.scorers import task_scorer
+from megatron_a3po.preflight.load import load_config
+from megatron_a3po.prompts.load import load_prompts
+from megatron_a3po.prompts.prompts import Prompt, PromptSet
+from megatron_a3po.rewards.scorers import task_scorer
 from megatron_a3po.types import Microbatch
 
 CONFIG_FILE = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"

@@ -13,21 +13,21 @@ from torch import Tensor
 from megatron_a3po.actor.forward_step import run_microbatches
 from megatron_a3po.actor.fusions import detect_fusions
 from megatron_a3po.actor.head import PolicyHead
+from megatron_a3po.actor.megatron_state import TrainingStateSave, load_training_state, plan_save
 from megatron_a3po.actor.model import PolicyModel, build_model
-from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective
 from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
 from megatron_a3po.actor.precision import refuse_missing_fp8
 from megatron_a3po.actor.reference import ReferenceWeights
 from megatron_a3po.actor.summary import startup_summary
-from megatron_a3po.actor.training_state import TrainingStateSave, load_training_state, plan_save
-from megatron_a3po.config import RunConfig, load_architecture
-from megatron_a3po.config.estimate import choose_output_layer
-from megatron_a3po.config.layout_checks import token_multiple
-from megatron_a3po.data.balance import assign_microbatches
-from megatron_a3po.data.buffer import check_versions
-from megatron_a3po.data.packing import pack, split_groups
+from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective
+from megatron_a3po.batching.balance import assign_microbatches
+from megatron_a3po.batching.packing import pack, split_groups
+from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import PublishError, TrainingError
-from megatron_a3po.parallel.reduce import reduce_statistics
+from megatron_a3po.parallel.reduce import reduce_statistics, sum_over_group
+from megatron_a3po.preflight.check_layout import token_multiple
+from megatron_a3po.preflight.load import load_architecture
+from megatron_a3po.preflight.memory import choose_output_layer
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Alignment, Microbatch, Trajectory
@@ -52,7 +52,7 @@ class PolicyActor:
         self.model: PolicyModel = build_model(config, fusions)
         groups = self.model.groups
         self.optimizer = PolicyOptimizer(config, self.model.chunks, groups)
-        self.objective = Objective(config, groups.cp)
+        self.objective = Objective(config, sum_over_group(groups.cp))
         self._reference = ReferenceWeights(self.model.chunks) if config.algorithm.kl_coefficient > 0 else None
         self._head = self._build_head()
         self._alignment = Alignment(
@@ -112,7 +112,6 @@ class PolicyActor:
                 raise TrainingError(
                     f"the advantage of trajectory {trajectory.prompt_id} is {advantage}; look at the reward function"
                 )
-            check_versions(trajectory, self.version, max_staleness=self.version)  # how old is the buffer's matter
 
     def plan_save(self, folder: Path) -> TrainingStateSave:
         """How weights, optimizer and version get into an empty folder that all ranks see."""

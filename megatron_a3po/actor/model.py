@@ -15,8 +15,9 @@ from megatron.core.utils import get_model_config
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.precision import model_precision, parameter_dtype
 from megatron_a3po.actor.start_weights import load_start_weights, open_bridge
-from megatron_a3po.config import RunConfig, load_architecture
-from megatron_a3po.config.estimate import VOCAB_MULTIPLE
+from megatron_a3po.config import RunConfig
+from megatron_a3po.preflight.load import load_architecture
+from megatron_a3po.preflight.memory import VOCAB_MULTIPLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig
 
-from megatron_a3po.config import load_architecture
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights
+from megatron_a3po.config.model_folder import MEGATRON_WEIGHTS, has_megatron_weights
 from megatron_a3po.errors import CheckpointError
+from megatron_a3po.preflight.load import load_architecture
 from megatron_a3po.runtime.manifest import check
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from megatron_a3po.actor.fusions import Fusions
-from megatron_a3po.config import Architecture, RunConfig
-from megatron_a3po.config.algorithm_checks import idle_keys
-from megatron_a3po.config.describe import data_parallel_ranks, describe_training
-from megatron_a3po.config.estimate import choose_output_layer, logits_bytes, readable_bytes
+from megatron_a3po.config import RunConfig
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.check_algorithm import idle_keys
+from megatron_a3po.preflight.describe import data_parallel_ranks, describe_training
+from megatron_a3po.preflight.memory import choose_output_layer, logits_bytes, readable_bytes
 
 
 def startup_summary(

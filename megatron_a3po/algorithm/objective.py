@@ -1,11 +1,10 @@
 """From a microbatch's log-probs to its loss, by the configured method, with everything worth reporting."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.algorithm import proximal
@@ -13,7 +12,6 @@ from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
 from megatron_a3po.algorithm.loss import bounded_exp, decoupled_ppo_loss
 from megatron_a3po.algorithm.regularization import kl_to_reference
 from megatron_a3po.config import RunConfig
-from megatron_a3po.parallel.reduce import sum_over_group
 from megatron_a3po.types import Microbatch
 
 _MORE_SUMS = (
@@ -34,10 +32,10 @@ Report = tuple[Tensor, Tensor]
 class Objective:
     """The loss of one training step, by the configuration. Its only state is a clock."""
 
-    def __init__(self, config: RunConfig, context_group: dist.ProcessGroup | None = None) -> None:
-        """`context_group`: the ranks that share the tokens of each sequence; None: this rank has whole sequences."""
+    def __init__(self, config: RunConfig, sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        """`sum_over_ranks` adds up, differentiably, over the ranks that share the tokens of each sequence."""
         self._config = config
-        self._sum_over_context = sum_over_group(context_group)
+        self._sum_over_ranks = sum_over_ranks
         self._algorithm = config.algorithm
         self._loss_options = config.algorithm.loss_options()
         self.proximal_seconds = 0.0
@@ -67,7 +65,7 @@ class Objective:
             microbatch.advantages,
             microbatch.loss_mask,
             sequence_ids=microbatch.sequence_ids,
-            sum_over_ranks=self._sum_over_context,
+            sum_over_ranks=self._sum_over_ranks,
             **self._loss_options,
         )
         mask, algorithm = microbatch.loss_mask, self._algorithm

@@ -1,7 +1,7 @@
 """Checkpoints of a run: everything that it needs to go on as if it had never been killed.
 
-Beside Megatron's files (`actor/training_state.py`) a checkpoint holds `rollouts.safetensors` (`data/rollout_state.py`)
-and `config.resolved.yaml`; `runtime/checkpoints.py` makes it appear whole or not at all.
+Beside Megatron's files (`actor/megatron_state.py`) a checkpoint holds `rollouts.safetensors` (`rollout/state.py`)
+and `config.resolved.yaml`; `checkpoint/store.py` makes it appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_a3po.config import RunConfig, load_architecture, to_yaml
-from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+from megatron_a3po.checkpoint.resume import plan_resume, record_origin
+from megatron_a3po.checkpoint.store import CheckpointStore, Finding, newest_valid, verdict
+from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import CheckpointError, ConfigError, RunFinished
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
+from megatron_a3po.preflight.load import load_architecture, to_yaml
+from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.runtime.background import in_background
-from megatron_a3po.runtime.checkpoints import CheckpointStore, Finding, newest_valid, verdict
-from megatron_a3po.runtime.durable import writing
+from megatron_a3po.runtime.files import writing
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.manifest import FileRecord, Manifest, check, describe_files
-from megatron_a3po.runtime.resume import plan_resume, record_origin
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
 from megatron_a3po.runtime.timing import PhaseTimer
 
 if TYPE_CHECKING:
     # They import Megatron, for which the process is not ready yet.
     from megatron_a3po.actor.actor import PolicyActor
-    from megatron_a3po.actor.training_state import TrainingStateSave
+    from megatron_a3po.actor.megatron_state import TrainingStateSave
 
 ROLLOUTS_FILE = "rollouts.safetensors"
 

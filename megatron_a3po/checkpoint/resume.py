@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_a3po.checkpoint.store import checkpoint_folders
 from megatron_a3po.errors import CheckpointError, ConfigError
-from megatron_a3po.runtime.checkpoints import checkpoint_folders
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.manifest import read_manifest, step_of
 from megatron_a3po.runtime.run_dir import CONFIG_FILE, METRICS_FILE, refuse_other_config, refuse_used_run_dir
 

@@ -6,7 +6,7 @@
     .step_00000030.unfinished/ a save in progress, or what is left of one that was killed
     .step_00000010.deleted/    what is left of a checkpoint that retention took away
     step_00000040.set_aside/   a checkpoint that a resumed run does not continue; for people to look at and remove
-    resumed_from               the checkpoint that the user named to resume from (runtime/resume.py)
+    resumed_from               the checkpoint that the user named to resume from (checkpoint/resume.py)
 
 A save, with `barrier` standing for whatever makes all ranks wait for each other:
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.runtime.files import sync_folder, write_durably
 from megatron_a3po.runtime.manifest import (
     ContentError,
     FileRecord,

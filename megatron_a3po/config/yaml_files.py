@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from megatron_a3po.config.checks import Mistake
+from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.errors import ConfigError
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_a3po.config import RunConfig, load_architecture
+from megatron_a3po.config import RunConfig
 from megatron_a3po.conversion.processes import choose_modules
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
+from megatron_a3po.preflight.load import load_architecture
 from megatron_a3po.runtime.processes import end_process
 
 _NUM_TOKENS = 64

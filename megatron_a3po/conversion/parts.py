@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.config.families import read_architecture
-from megatron_a3po.config.model_files import read_model_config
-from megatron_a3po.config.variants import unbuilt_variants
+from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.weights.skeleton import Part, Skeleton, build_skeleton
+from megatron_a3po.preflight.families import read_architecture
+from megatron_a3po.preflight.variants import unbuilt_variants
+from megatron_a3po.weights.hf_mapping import Part, Skeleton, build_skeleton
 
 
 def describe_model(model: Path) -> Skeleton:

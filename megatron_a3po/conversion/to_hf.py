@@ -9,8 +9,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_a3po.config.families import architecture_name
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, has_megatron_weights, read_model_config
+from megatron_a3po.config.model_folder import MEGATRON_WEIGHTS, has_megatron_weights, read_model_config
 from megatron_a3po.conversion.parts import describe_model, split_parts
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import TorchDistReader
@@ -21,9 +20,10 @@ from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, is_quantized, quantization_config, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.preflight.families import architecture_name
 from megatron_a3po.runtime.manifest import MANIFEST, check
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
-from megatron_a3po.weights.skeleton import Part, Skeleton
+from megatron_a3po.weights.hf_mapping import Part, Skeleton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, read_model_config
+from megatron_a3po.config.model_folder import MEGATRON_WEIGHTS, read_model_config
 from megatron_a3po.conversion.parts import describe_model, split_parts
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.conversion.torch_dist import Piece, finish_checkpoint, is_whole, write_pieces
@@ -24,9 +24,9 @@ from megatron_a3po.conversion.unfinished import UnfinishedFolder
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.hf.output import model_files
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.manifest import FileRecord, describe, write_manifest
-from megatron_a3po.weights.skeleton import Part, Skeleton
+from megatron_a3po.weights.hf_mapping import Part, Skeleton
 
 _FILE_BYTES = 1024**3
 _SPARE_BYTES = 4096

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_a3po.config.estimate import VOCAB_MULTIPLE
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.durable import sync_folder
+from megatron_a3po.preflight.memory import VOCAB_MULTIPLE
+from megatron_a3po.runtime.files import sync_folder
 
 _COMMON_FILE = "__common_0.distcp"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.runtime.files import sync_folder, write_durably
 
 _NOTES = ".conversion"
 _claimed: dict[Path, int] = {}

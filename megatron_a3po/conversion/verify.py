@@ -9,7 +9,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from megatron_a3po.config import load_architecture
 from megatron_a3po.conversion.logits import logits_not_compared
 from megatron_a3po.conversion.parts import describe_model
 from megatron_a3po.conversion.processes import Processes
@@ -19,7 +18,8 @@ from megatron_a3po.conversion.torch_dist import TorchDistReader
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, dequantize_blockwise
-from megatron_a3po.weights.skeleton import Part
+from megatron_a3po.preflight.load import load_architecture
+from megatron_a3po.weights.hf_mapping import Part
 
 _BYTES_PER_PARAMETER = 7
 """While the logits are compared, one model after the other: float32 weights, the bf16 that they are read from, and some

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import ModelInfo, is_unfinished, label_request, labelled_version, version_label
-from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.fleet.membership import Server
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import ModelInfo, is_unfinished, label_request, labelled_version, version_label
 
 
 async def adopt_weights(pool: ServerPool, model: Path) -> str:

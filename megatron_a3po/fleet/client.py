@@ -9,7 +9,7 @@ import aiohttp
 
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.protocol import GenerateResponse, ModelInfo, ServerInfo, parse_answer
+from megatron_a3po.fleet.protocol import GenerateResponse, ModelInfo, ServerInfo, parse_answer
 
 
 class RequestRefused(RolloutError):

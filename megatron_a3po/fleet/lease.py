@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.client import RequestRefused, SGLangClient
+from megatron_a3po.fleet.client import RequestRefused, SGLangClient
 
 _SESSIONS = ("megatron_a3po_publisher_0", "megatron_a3po_publisher_1")
 LEASE_SECONDS = 10.0

@@ -6,9 +6,9 @@ import time
 from collections.abc import Awaitable, Sequence
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.client import SGLangClient
-from megatron_a3po.rollout.lease import Lease
-from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, version_label
+from megatron_a3po.fleet.client import SGLangClient
+from megatron_a3po.fleet.lease import Lease
+from megatron_a3po.fleet.protocol import GenerateResponse, ServerInfo, version_label
 from megatron_a3po.runtime.logging import logger
 
 _MAX_SKIPPED = 31

@@ -7,13 +7,13 @@ from typing import Any
 import aiohttp
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.asking import PATIENCE, Overdue, ask
-from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
-from megatron_a3po.rollout.connecting import Occupied, Unusable, connect
-from megatron_a3po.rollout.lease import LEASE_SECONDS, RETRY_SECONDS
-from megatron_a3po.rollout.protocol import GenerateResponse, ServerInfo, is_unfinished
-from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
-from megatron_a3po.rollout.usable import Demands, unusable
+from megatron_a3po.fleet.client import KEEP_ALIVE_SECONDS, RequestRefused, SGLangClient
+from megatron_a3po.fleet.lease import LEASE_SECONDS, RETRY_SECONDS
+from megatron_a3po.fleet.membership import Quarantined, Server, ServerStates
+from megatron_a3po.fleet.protocol import GenerateResponse, ServerInfo, is_unfinished
+from megatron_a3po.fleet.request import PATIENCE, Overdue, ask
+from megatron_a3po.fleet.requirements import Demands, unusable
+from megatron_a3po.fleet.startup import Occupied, Unusable, connect
 from megatron_a3po.runtime.logging import logger
 
 _WATCH_SECONDS = 1.0

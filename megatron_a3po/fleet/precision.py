@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import WeightChecksums, parse_answer
-from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.fleet.membership import Server
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import WeightChecksums, parse_answer
 from megatron_a3po.runtime.logging import logger
 
 UNQUANTISED = "unquant"

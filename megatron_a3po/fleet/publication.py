@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout import recovery
-from megatron_a3po.rollout.client import RequestRefused
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.precision import UNQUANTISED, is_unquantised
-from megatron_a3po.rollout.protocol import WeightChecksums, label_request, parse_answer, unfinished_label, version_label
-from megatron_a3po.rollout.recovery import GRACE_SECONDS
-from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.fleet import recovery
+from megatron_a3po.fleet.client import RequestRefused
+from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.fleet.membership import Server
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.precision import UNQUANTISED, is_unquantised
+from megatron_a3po.fleet.protocol import WeightChecksums, label_request, parse_answer, unfinished_label, version_label
+from megatron_a3po.fleet.recovery import GRACE_SECONDS
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 

@@ -5,12 +5,12 @@ import time
 from collections.abc import Sequence
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.client import KeyRefused, RequestRefused
-from megatron_a3po.rollout.connecting import Occupied
-from megatron_a3po.rollout.lease import RETRY_SECONDS
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import ServerInfo
-from megatron_a3po.rollout.server_states import Server
+from megatron_a3po.fleet.client import KeyRefused, RequestRefused
+from megatron_a3po.fleet.lease import RETRY_SECONDS
+from megatron_a3po.fleet.membership import Server
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import ServerInfo
+from megatron_a3po.fleet.startup import Occupied
 from megatron_a3po.runtime.logging import logger
 
 GRACE_SECONDS = 5.0

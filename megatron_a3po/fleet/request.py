@@ -5,9 +5,9 @@ import asyncio
 from typing import Any
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout.client import KeyRefused, RequestRefused
-from megatron_a3po.rollout.protocol import GenerateResponse
-from megatron_a3po.rollout.server_states import Quarantined, Server, ServerStates
+from megatron_a3po.fleet.client import KeyRefused, RequestRefused
+from megatron_a3po.fleet.membership import Quarantined, Server, ServerStates
+from megatron_a3po.fleet.protocol import GenerateResponse
 from megatron_a3po.runtime.logging import logger
 
 PATIENCE = 4.0

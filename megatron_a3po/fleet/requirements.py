@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_a3po.rollout.protocol import ServerInfo
+from megatron_a3po.fleet.protocol import ServerInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

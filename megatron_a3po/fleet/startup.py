@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.client import KeyRefused
-from megatron_a3po.rollout.server_states import Server, ServerStates
+from megatron_a3po.fleet.client import KeyRefused
+from megatron_a3po.fleet.membership import Server, ServerStates
 from megatron_a3po.runtime.logging import logger
 
 _LOOK_SECONDS = 0.25

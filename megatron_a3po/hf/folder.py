@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatron_a3po.config.model_files import UnreadableModel, read_model_config
+from megatron_a3po.config.model_folder import UnreadableModel, read_model_config
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.hf.folder_checks import FP8_DTYPE, read_files, weight_problems
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, dequantize_blockwise

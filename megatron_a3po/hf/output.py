@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.config.model_files import read_model_config
+from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.hf.folder_checks import INDEX, PICKLE_SUFFIXES, some
 from megatron_a3po.hf.safetensors_format import DTYPE_NAMES, DamagedFile, read_header
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
 from megatron_a3po.hf.shards import Shard
-from megatron_a3po.runtime.durable import sync_folder, write_durably, writing
+from megatron_a3po.runtime.files import sync_folder, write_durably, writing
 
 _PLAN = ".plan.json"
 _PLAN_FORMAT = 1

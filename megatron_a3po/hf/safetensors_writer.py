@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.safetensors_format import ALIGNMENT, DTYPE_NAMES, TensorSpec, make_header
-from megatron_a3po.runtime.durable import sync_folder, writing
+from megatron_a3po.runtime.files import sync_folder, writing
 
 _REMEDY = "make room or give another folder, and start again"
 _RESERVED_HEADER_BYTES = 1 << 20
@@ -141,7 +141,7 @@ class _UnfinishedFile:
     def complete(self, header: bytes) -> None:
         self._write(0, memoryview(header))
         with writing(self.path, _REMEDY):
-            # The bytes reach the disk before the name does (runtime/durable.py).
+            # The bytes reach the disk before the name does (runtime/files.py).
             os.fsync(self._file.fileno())
             os.replace(self._unfinished, self.path)
             sync_folder(self.path.parent)

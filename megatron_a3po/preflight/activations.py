@@ -1,6 +1,6 @@
 """What the backward pass keeps of a layer's forward pass."""
 
-from megatron_a3po.config.architecture import Architecture
+from megatron_a3po.preflight.architecture import Architecture
 
 _FLOAT32 = 4
 

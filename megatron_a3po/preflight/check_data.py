@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from megatron_a3po.config.data_schema import HELD_OUT, Columns, DataConfig
 from megatron_a3po.config.mistakes import Mistake
-from megatron_a3po.config.reward_function import problem_of_function
 from megatron_a3po.config.schema import RunConfig
+from megatron_a3po.preflight.reward_function import problem_of_function
 
 _TASK_KEYS = ("task_options", "size", "prompt_pattern")
 _DATASET_KEYS = ("split", "columns", "max_bad_share")

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from megatron_a3po.config.architecture import Architecture
-from megatron_a3po.config.estimate import layers_of_stage
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import RunConfig
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.memory import layers_of_stage
 
 FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 """By recipe, what the tokens of a matrix product in FP8 must be a multiple of."""

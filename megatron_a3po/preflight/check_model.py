@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_a3po.config.families import SUPPORTED_ARCHITECTURES, OddFields, architecture_name, read_architecture
-from megatron_a3po.config.layout_checks import architecture_mistakes
 from megatron_a3po.config.mistakes import Mistake
-from megatron_a3po.config.model_files import MEGATRON_WEIGHTS, UnreadableModel, has_megatron_weights, read_model_config
+from megatron_a3po.config.model_folder import MEGATRON_WEIGHTS, UnreadableModel, has_megatron_weights, read_model_config
 from megatron_a3po.config.schema import RunConfig
-from megatron_a3po.config.variants import unbuilt_variants
+from megatron_a3po.preflight.check_layout import architecture_mistakes
+from megatron_a3po.preflight.families import SUPPORTED_ARCHITECTURES, OddFields, architecture_name, read_architecture
+from megatron_a3po.preflight.variants import unbuilt_variants
 
 
 def model_mistakes(config: RunConfig) -> Iterator[Mistake]:

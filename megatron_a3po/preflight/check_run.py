@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from megatron_a3po.config.algorithm_checks import algorithm_mistakes
-from megatron_a3po.config.data_checks import data_mistakes
-from megatron_a3po.config.layout_checks import rank_mistakes
 from megatron_a3po.config.mistakes import Mistake
-from megatron_a3po.config.model_checks import model_mistakes
-from megatron_a3po.config.precision_checks import precision_mistakes
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.config.server_key import find_key_mistake
+from megatron_a3po.preflight.check_algorithm import algorithm_mistakes
+from megatron_a3po.preflight.check_data import data_mistakes
+from megatron_a3po.preflight.check_layout import rank_mistakes
+from megatron_a3po.preflight.check_model import model_mistakes
+from megatron_a3po.preflight.check_precision import precision_mistakes
 
 __all__ = ["Mistake", "find_mistakes"]
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-from megatron_a3po.config.algorithm_checks import idle_keys
-from megatron_a3po.config.architecture import Architecture
-from megatron_a3po.config.estimate import (
+from megatron_a3po.config.schema import RunConfig
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.check_algorithm import idle_keys
+from megatron_a3po.preflight.memory import (
     estimate_memory,
     memory_table,
     rank_parameters,
     readable_bytes,
     readable_count,
 )
-from megatron_a3po.config.schema import RunConfig
 
 _FACTORS = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"))
 

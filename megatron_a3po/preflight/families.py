@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_a3po.config.architecture import Architecture, Experts, LatentAttention
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.architecture import Architecture, Experts, LatentAttention
 
 SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",

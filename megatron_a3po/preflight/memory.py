@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_a3po.config.activations import layer_activation_bytes
-from megatron_a3po.config.architecture import Architecture
 from megatron_a3po.config.schema import ParallelConfig, RunConfig
+from megatron_a3po.preflight.activations import layer_activation_bytes
+from megatron_a3po.preflight.architecture import Architecture
 
 VOCAB_MULTIPLE = 64
 """The vocabulary of every tensor-parallel rank is padded to a multiple of this; on one rank it is not padded."""

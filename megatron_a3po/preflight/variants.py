@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_a3po.config.families import architecture_name
+from megatron_a3po.preflight.families import architecture_name
 
 _BUILT: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"use_sliding_window": False},

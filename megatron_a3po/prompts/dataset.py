@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_a3po.config import HELD_OUT
-from megatron_a3po.data.prompts import Prompt, PromptSet, make_prompt
-from megatron_a3po.data.quarantine import Quarantine
-from megatron_a3po.data.questions import PromptEncoder
-from megatron_a3po.data.rows import make_schema
-from megatron_a3po.data.scan import Scan, ScanSettings, scan
-from megatron_a3po.data.store import QuestionStore
 from megatron_a3po.errors import DataError
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.prompts import Prompt, PromptSet, make_prompt
+from megatron_a3po.prompts.rejected_rows import Quarantine
+from megatron_a3po.prompts.rows import make_schema
+from megatron_a3po.prompts.scan import Scan, ScanSettings, scan
+from megatron_a3po.prompts.store import QuestionStore
 from megatron_a3po.runtime.logging import logger
 
 QUARANTINE = "quarantine.jsonl"

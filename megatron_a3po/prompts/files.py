@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_a3po.data.rows import BadRow, RowProblem
 from megatron_a3po.errors import DataError
+from megatron_a3po.prompts.rows import BadRow, RowProblem
 
 if TYPE_CHECKING:
     import pyarrow

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config import Columns, DataConfig, RunConfig
-from megatron_a3po.config.model_files import read_model_config
-from megatron_a3po.data.dataset import QUARANTINE, DatasetFiles, DatasetLimits, load_dataset, load_evaluation
-from megatron_a3po.data.prompts import Prompt, PromptSet
-from megatron_a3po.data.questions import PromptEncoder
-from megatron_a3po.data.rows import make_schema
-from megatron_a3po.data.tasks import load_task
+from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.errors import ConfigError, DataError
+from megatron_a3po.prompts.dataset import QUARANTINE, DatasetFiles, DatasetLimits, load_dataset, load_evaluation
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.prompts import Prompt, PromptSet
+from megatron_a3po.prompts.rows import make_schema
+from megatron_a3po.prompts.tasks import load_task
 from megatron_a3po.runtime.logging import logger
 
 _KEPT_BACK = 6

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_a3po.data.questions import PromptEncoder, Question
+from megatron_a3po.prompts.encoder import PromptEncoder, Question
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from megatron_a3po.data.rows import BadRow
+from megatron_a3po.prompts.rows import BadRow
 
 _MAX_ROW_CHARACTERS = 2000
 _MAX_ROWS = 10_000

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_a3po.data.questions import Question
+from megatron_a3po.prompts.encoder import Question
 
 PROMPT, ANSWER, ID = "prompt", "answer", "id"
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_a3po.data.quarantine import Quarantine
-from megatron_a3po.data.questions import PromptEncoder, Question
-from megatron_a3po.data.rows import BadRow, RowProblem, Schema, to_question
-from megatron_a3po.data.sources import SourceRow, open_source
-from megatron_a3po.data.store import QuestionStore
+from megatron_a3po.prompts.encoder import PromptEncoder, Question
+from megatron_a3po.prompts.files import SourceRow, open_source
+from megatron_a3po.prompts.rejected_rows import Quarantine
+from megatron_a3po.prompts.rows import BadRow, RowProblem, Schema, to_question
+from megatron_a3po.prompts.store import QuestionStore
 from megatron_a3po.runtime.logging import screen
 
 _BATCH = 512

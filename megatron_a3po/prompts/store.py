@@ -7,9 +7,9 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.data.questions import Question
-from megatron_a3po.data.rows import BadRow, RowProblem
 from megatron_a3po.errors import DataError
+from megatron_a3po.prompts.encoder import Question
+from megatron_a3po.prompts.rows import BadRow, RowProblem
 
 
 class QuestionStore:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_a3po.config import HELD_OUT
-from megatron_a3po.data.prompts import Prompt, PromptSet, make_prompt
-from megatron_a3po.data.questions import PromptEncoder, Question
 from megatron_a3po.errors import DataError
+from megatron_a3po.prompts.encoder import PromptEncoder, Question
+from megatron_a3po.prompts.prompts import Prompt, PromptSet, make_prompt
 from megatron_a3po.runtime.logging import logger
 
 if TYPE_CHECKING:

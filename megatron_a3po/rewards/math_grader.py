@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatron_a3po.rollout.rewards.samples import Sample, Score
+from megatron_a3po.rewards.types import Sample, Score
 
 RIGHT, WRONG, NO_ANSWER, TOO_LONG, UNDECIDED = "right", "wrong", "no_answer", "too_long", "undecided"
 _MAX_ANSWER_CHARACTERS = 500

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards.answers import RIGHT, WRONG, grade_by_math, grade_by_text
-from megatron_a3po.rollout.rewards.samples import InvalidReward, Sample, Score, to_score
+from megatron_a3po.rewards.math_grader import RIGHT, WRONG, grade_by_math, grade_by_text
+from megatron_a3po.rewards.types import InvalidReward, Sample, Score, to_score
 
 Scorer = Callable[[Sequence[Sample]], list[Score]]
 KEY_VARIABLE = "A3PO_REWARD_KEY"

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Score
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec
+from megatron_a3po.rewards.scorers import ScorerSpec
+from megatron_a3po.rewards.types import FailureKind, RewardFailure, Score
 
 _HEADER = struct.Struct("!Q")
 HEADER_BYTES = _HEADER.size

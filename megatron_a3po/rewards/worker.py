@@ -1,4 +1,4 @@
-"""One reward worker, as a program: `python -m megatron_a3po.rollout.rewards.worker`. `rewards.pool` starts it.
+"""One reward worker, as a program: `python -m megatron_a3po.rewards.worker`. `rewards.pool` starts it.
 
 It is two processes. The scorer runs the reward function. The keeper does nothing but wait, so that no reward function
 can keep it from its duty: when the scorer ends, or the trainer ends or asks for it by END_SIGNAL, it kills the scorer
@@ -21,9 +21,9 @@ from io import BufferedReader
 from typing import NoReturn
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards.samples import FailureKind, InvalidReward, Sample, Score
-from megatron_a3po.rollout.rewards.scorers import Scorer, make_scorer
-from megatron_a3po.rollout.rewards.wire import HEADER_BYTES, Answer, Ready, WorkerStart, frame, length_of
+from megatron_a3po.rewards.scorers import Scorer, make_scorer
+from megatron_a3po.rewards.types import FailureKind, InvalidReward, Sample, Score
+from megatron_a3po.rewards.wire import HEADER_BYTES, Answer, Ready, WorkerStart, frame, length_of
 from megatron_a3po.runtime.processes import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36

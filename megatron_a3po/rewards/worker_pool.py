@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec
-from megatron_a3po.rollout.rewards.wire import (
+from megatron_a3po.rewards.scorers import ScorerSpec
+from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
+from megatron_a3po.rewards.wire import (
     HEADER_BYTES,
     MAX_ANSWER_BYTES,
     Answer,
@@ -26,7 +26,7 @@ from megatron_a3po.rollout.rewards.wire import (
     frame,
     length_of,
 )
-from megatron_a3po.rollout.rewards.worker import END_SIGNAL, PREEMPTION_SIGNALS
+from megatron_a3po.rewards.worker import END_SIGNAL, PREEMPTION_SIGNALS
 from megatron_a3po.runtime.logging import logger
 
 Outcome = list[Score] | RewardFailure
@@ -161,7 +161,7 @@ class _Worker:
         environment.pop(KEY_VARIABLE, None)  # code that rewards has no business with the servers
         with log_file.open("ab") as log, _blocked(PREEMPTION_SIGNALS):
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "megatron_a3po.rollout.rewards.worker"),
+                *(sys.executable, "-m", "megatron_a3po.rewards.worker"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.rollout_state import RolloutState
 from megatron_a3po.errors import ConfigError, VersionError
+from megatron_a3po.rollout.ledger import Ledger
+from megatron_a3po.rollout.state import RolloutState
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 
 

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.data.prompts import PromptSet
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.prompts.prompts import PromptSet
+from megatron_a3po.rewards.scorers import ScorerSpec, TaskSpec
+from megatron_a3po.rewards.worker_pool import PoolSettings
 from megatron_a3po.rollout.evaluator import EVALUATIONS, Evaluator
-from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.rewarder import Rewarder
-from megatron_a3po.rollout.rewards.pool import PoolSettings
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec, TaskSpec
-from megatron_a3po.rollout.rewards.shaping import Shaping
 from megatron_a3po.rollout.sampler import Decoder, Sampler, Sampling
+from megatron_a3po.rollout.shaping import Shaping
 
 
 def pool_settings(config: RunConfig) -> PoolSettings:

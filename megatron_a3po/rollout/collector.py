@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from megatron_a3po.data.buffer import StalenessBuffer
-from megatron_a3po.rollout.rewards.failures import FailureWatch
-from megatron_a3po.rollout.rewards.samples import RewardFailure
+from megatron_a3po.rewards.types import RewardFailure
+from megatron_a3po.rollout.buffer import StalenessBuffer
+from megatron_a3po.rollout.reward_failures import FailureWatch
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_a3po.rollout.protocol import FinishReasonInfo, GenerateResponse, MetaInfo, VersionSpan
+from megatron_a3po.fleet.protocol import FinishReasonInfo, GenerateResponse, MetaInfo, VersionSpan
 from megatron_a3po.types import FinishReason
 
 

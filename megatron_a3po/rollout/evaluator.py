@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_a3po.algorithm.accuracy import confidence_interval, pass_at_k
-from megatron_a3po.data.prompts import Prompt
+from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import FinishReason
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from enum import StrEnum
 
-from megatron_a3po.data.rollout_state import RolloutState
+from megatron_a3po.rollout.state import RolloutState
 
 
 class _State(StrEnum):

@@ -10,30 +10,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import aiohttp
+
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.server_key import read_server_key
-from megatron_a3po.data.buffer import StalenessBuffer
-from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.rollout_state import RolloutState
 from megatron_a3po.errors import DataError, VersionError
-from megatron_a3po.rollout.adoption import adopt_weights
+from megatron_a3po.fleet.adopt_weights import adopt_weights
+from megatron_a3po.fleet.client import SGLangClient, is_loopback
+from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.prompts.load import load_prompts, load_tokenizer, longest_request
+from megatron_a3po.rewards.worker_pool import RewardPool
+from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.building import make_evaluator, make_sampler, pool_settings, shaping
-from megatron_a3po.rollout.client import is_loopback
 from megatron_a3po.rollout.collector import RolloutCollector
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.discovery import find_servers
 from megatron_a3po.rollout.evaluator import DatasetResult
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.prompt_loading import load_prompts, load_tokenizer, longest_request
-from megatron_a3po.rollout.registration import read_registrations, servers_folder
+from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.rewarder import Rewarder
-from megatron_a3po.rollout.rewards.pool import RewardPool
-from megatron_a3po.rollout.servers import LocalServer, server_arguments
+from megatron_a3po.rollout.state import RolloutState
 from megatron_a3po.runtime.logging import logger
+from megatron_a3po.serving.discovery import find_servers
+from megatron_a3po.serving.local_server import LocalServer, server_arguments
+from megatron_a3po.serving.registry import read_registrations, servers_folder
 from megatron_a3po.types import Trajectory
 
 _CLOSE_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0
 
 
 class RankZeroRollouts:
@@ -145,13 +148,14 @@ class RankZeroRollouts:
         rollout = self._config.rollout
         if rollout.servers != "registered":
             return list(rollout.servers)
-        return await find_servers(
-            servers_folder(self._config.run_dir),
-            rollout.num_servers,
-            key=self._key,
-            timeout_seconds=rollout.start_timeout_seconds,
-            say=say,
-        )
+        async with aiohttp.ClientSession() as session:
+            return await find_servers(
+                servers_folder(self._config.run_dir),
+                rollout.num_servers,
+                problem_of=lambda url: SGLangClient(url, session, _ANSWER_SECONDS, self._key).problem(),
+                timeout_seconds=rollout.start_timeout_seconds,
+                say=say,
+            )
 
     def _registered_urls(self) -> list[str]:
         return [registration.url for registration in read_registrations(servers_folder(self._config.run_dir))]

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards.samples import RewardFailure
+from megatron_a3po.rewards.types import RewardFailure
 from megatron_a3po.runtime.logging import logger
 
 WINDOW = 100

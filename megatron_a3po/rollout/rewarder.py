@@ -7,10 +7,10 @@ from itertools import batched
 from typing import Protocol
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards.failures import WINDOW, too_many
-from megatron_a3po.rollout.rewards.samples import RewardFailure, Sample, Score
-from megatron_a3po.rollout.rewards.shaping import Shaping
+from megatron_a3po.rewards.types import RewardFailure, Sample, Score
+from megatron_a3po.rollout.reward_failures import WINDOW, too_many
 from megatron_a3po.rollout.sampler import Responses
+from megatron_a3po.rollout.shaping import Shaping
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import FinishReason, TrajectoryGroup
 

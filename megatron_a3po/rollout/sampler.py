@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import batched, cycle, islice
 from typing import Protocol
 
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
+from megatron_a3po.fleet.membership import Server
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import GenerateResponse, generate_request, to_trajectory
+from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.continuation import Continuation
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import GenerateResponse, generate_request, to_trajectory
-from megatron_a3po.rollout.server_states import Server
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.types import Trajectory
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_a3po.rollout.rewards.samples import Score
+from megatron_a3po.rewards.types import Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

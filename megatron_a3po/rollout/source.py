@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.data.buffer import check_versions
-from megatron_a3po.data.rollout_state import RolloutState
+from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.parallel.broadcast import broadcast_trajectories
-from megatron_a3po.rollout.control import ServerControl
 from megatron_a3po.rollout.rank_zero import RankZeroRollouts
+from megatron_a3po.rollout.state import RolloutState
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
@@ -46,7 +45,6 @@ class RolloutSource:
         self._waiting = waiting
         self._timer = timer
         self._stack = ExitStack()
-        self._version = 0
         self.stopped_by = 0
         """Number of the signal by which a rank was asked to stop, once all ranks know it; 0: none."""
         self._rank0 = RankZeroRollouts(config) if rank == 0 else None
@@ -88,7 +86,6 @@ class RolloutSource:
         """Servers sample with this version from now on, and the next batch is trained at it. The first call, after
         the first publication, starts the collection. Raises VersionError where it starts at any other version than
         the restored one, or 0."""
-        self._version = version
         if self._rank0 is not None:
             self._rank0.set_version(version)
 
@@ -102,8 +99,6 @@ class RolloutSource:
             if self.stopped_by:
                 return []
             batch = self._broadcast(self._rank0.take_batch() if self._rank0 is not None else None)
-        for trajectory in batch:
-            check_versions(trajectory, self._version, self._config.max_staleness)
         return batch
 
     def _wait_for_batch(self) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.runtime.files import sync_folder, write_durably
 
 MANIFEST = "manifest.json"
 FORMAT = 1

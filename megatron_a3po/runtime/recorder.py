@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.logging import logger, progress_line
 from megatron_a3po.runtime.metrics import MetricsWriter, read_metrics
 from megatron_a3po.runtime.report import write_report

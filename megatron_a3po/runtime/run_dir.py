@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.runtime.durable import create_durably, write_durably
+from megatron_a3po.runtime.files import create_durably, write_durably
 from megatron_a3po.runtime.logging import logger
 
 CONFIG_FILE = "config.resolved.yaml"

@@ -4,14 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
-
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.client import SGLangClient
-from megatron_a3po.rollout.registration import Registration, read_registrations
+from megatron_a3po.serving.registry import Registration, read_registrations
 
 _LOOK_SECONDS = 1.0
-_ANSWER_SECONDS = 10.0
 _HEARTBEAT_SECONDS = 20.0
 
 
@@ -19,29 +15,15 @@ async def find_servers(
     folder: Path,
     number: int,
     *,
-    key: str | None,
+    problem_of: Callable[[str], Awaitable[str | None]],
     timeout_seconds: float,
     say: Callable[[str], None],
 ) -> list[str]:
     """URLs of all registered servers that answer, once there are `number` of them.
 
-    `say` is told how it goes. Raises RolloutError after `timeout_seconds`, with what is missing.
+    `problem_of` says why a URL gives no usable answer, `say` is told how it goes. Raises RolloutError after
+    `timeout_seconds`, with what is missing.
     """
-    async with aiohttp.ClientSession() as session:
-
-        async def problem_of(url: str) -> str | None:
-            return await SGLangClient(url, session, _ANSWER_SECONDS, key).problem()
-
-        return await _find_servers(folder, number, problem_of, timeout_seconds, say)
-
-
-async def _find_servers(
-    folder: Path,
-    number: int,
-    problem_of: Callable[[str], Awaitable[str | None]],
-    timeout_seconds: float,
-    say: Callable[[str], None],
-) -> list[str]:
     loop = asyncio.get_running_loop()
     deadline, next_message = loop.time() + timeout_seconds, loop.time()
     while True:

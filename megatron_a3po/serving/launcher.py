@@ -16,10 +16,10 @@ from typing import Self
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.errors import ConfigError, RolloutError
-from megatron_a3po.rollout.registration import Registration, deregister, register, servers_folder
-from megatron_a3po.rollout.servers import LocalServer, server_arguments
 from megatron_a3po.runtime.processes import free_port
 from megatron_a3po.runtime.run_dir import make_log_folder
+from megatron_a3po.serving.local_server import LocalServer, server_arguments
+from megatron_a3po.serving.registry import Registration, deregister, register, servers_folder
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 1800.0

@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 
 from megatron_a3po.config import RolloutConfig
-from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.config.model_folder import has_megatron_weights
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.cpu import rollout_server
 from megatron_a3po.runtime.keeper import group_members
@@ -34,7 +34,7 @@ def server_arguments(rollout: RolloutConfig) -> list[str]:
 
 def _sglang_command(server: "LocalServer") -> list[str]:
     return [
-        *(sys.executable, "-m", "megatron_a3po.rollout.serve"),
+        *(sys.executable, "-m", "megatron_a3po.serving.entrypoint"),
         *("--model-path", str(server.model), "--host", server.host, "--port", str(server.port)),
         # It need not find weights there: all of them are published before the first response.
         *(("--load-format", "dummy") if has_megatron_weights(server.model) else ()),

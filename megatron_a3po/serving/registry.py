@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import psutil
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.logging import logger
 
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\]):\d+", re.ASCII | re.IGNORECASE)

@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.weights.sources import PlannedPart
+from megatron_a3po.weights.shards import PlannedPart
 
 _PIECES = 8
 """A bucket is collected in so many steps, so that what is under way takes little memory beside the buffer."""

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.config.model_files import has_megatron_weights
+from megatron_a3po.config.model_folder import has_megatron_weights
 from megatron_a3po.hf.folder import HfFolder
+from megatron_a3po.parallel.agreement import on_rank_zero
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.delta_folder import described_by
-from megatron_a3po.weights.delta_transport import DeltaTransport
-from megatron_a3po.weights.disk import DiskTransport, FileSettings
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.problems import on_rank_zero
 from megatron_a3po.weights.publisher import Transport, WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
-from megatron_a3po.weights.served import Served, fp8_rule, served_quantization
-from megatron_a3po.weights.transport import UpdateGroups
+from megatron_a3po.weights.served_precision import Served, fp8_rule, served_quantization
+from megatron_a3po.weights.transports.delta.folder import described_by
+from megatron_a3po.weights.transports.delta.transport import DeltaTransport
+from megatron_a3po.weights.transports.disk import DiskTransport, FileSettings
+from megatron_a3po.weights.transports.group import UpdateGroups
 
 _PACKED = re.compile(r"_(blocks|scales)$")
 

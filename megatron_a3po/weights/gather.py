@@ -21,13 +21,13 @@ from megatron_a3po.errors import A3poError, PublishError
 from megatron_a3po.hf.fp8_blocks import FP8, scale_shape
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.parallel.agreement import on_all_ranks
 from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.hf_mapping import Part, build_skeleton
 from megatron_a3po.weights.plan import PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
-from megatron_a3po.weights.problems import on_all_ranks
-from megatron_a3po.weights.skeleton import Part, build_skeleton
-from megatron_a3po.weights.sources import Holdings, Shard, Source
+from megatron_a3po.weights.shards import Holdings, Shard, Source
 
 _EMBEDDING, _OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -15,7 +15,7 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.quantize import SCALE_SUFFIX
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.buckets import Bucket, split_into_buckets
-from megatron_a3po.weights.sources import Holdings, PlannedPart, find_source, refuse_different_replicas
+from megatron_a3po.weights.shards import Holdings, PlannedPart, find_source, refuse_different_replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,17 +13,17 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
+from megatron_a3po.parallel.agreement import EXPECTED, describe, problem_of
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.checksums import check_servers
-from megatron_a3po.weights.pipeline import BucketPipeline
+from megatron_a3po.weights.double_buffer import BucketPipeline
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.problems import EXPECTED, describe, problem_of
 from megatron_a3po.weights.receivers import CallBack, Members, WeightReceivers
-from megatron_a3po.weights.signals import Signals, Stopped
+from megatron_a3po.weights.store_messages import Signals, Stopped
+from megatron_a3po.weights.verify_servers import check_servers
 
 _publications = itertools.count()
 

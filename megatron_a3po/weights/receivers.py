@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from megatron_a3po.weights.served import Served
+from megatron_a3po.weights.served_precision import Served
 
 type CallBack = Literal["none", "due", "all"]
 """Which servers in quarantine shall take part again, if they answer: those whose time has come, or all"""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.config.model_files import UnreadableModel, read_model_config
+from megatron_a3po.config.model_folder import UnreadableModel, read_model_config
 from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.fp8_blocks import BLOCK
 from megatron_a3po.hf.quantize import is_quantized

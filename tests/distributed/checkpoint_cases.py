@@ -55,7 +55,7 @@ def _run(case: Case, model: Path, folder: Path, number: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_a3po.actor import build_actor
-    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.checkpoint.manager import CheckpointManager
     from megatron_a3po.runtime.timing import PhaseTimer
 
     config = configuration(case, model).model_copy(update={"run_dir": folder / "run", "num_steps": 100})
@@ -133,7 +133,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
 
 def _rollouts(version: int) -> Any:
-    from megatron_a3po.data.rollout_state import RolloutState
+    from megatron_a3po.rollout.state import RolloutState
 
     return RolloutState(
         version=version, next_batch=version, issued=8, consumed=7, dropped={}, buffered=(), in_flight=(7,)

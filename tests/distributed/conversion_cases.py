@@ -178,8 +178,8 @@ def _load_and_save(model: Path, layout: dict[str, Any], run_dir: Path, processes
     import torch
 
     from megatron_a3po.actor import build_actor
-    from megatron_a3po.actor.checkpoint import CheckpointManager
-    from megatron_a3po.data.rollout_state import RolloutState
+    from megatron_a3po.checkpoint.manager import CheckpointManager
+    from megatron_a3po.rollout.state import RolloutState
     from megatron_a3po.runtime.timing import PhaseTimer
     from tests.distributed.parity import Case, configuration
 

@@ -79,7 +79,7 @@ def die_in_optimizer() -> None:
 
 
 def die_in_publish() -> None:
-    from megatron_a3po.rollout.control import ServerControl
+    from megatron_a3po.fleet.publication import ServerControl
 
     wrap(ServerControl, "update", after=lambda _: NOW.publishing == KILLED_STEP and die())
 
@@ -91,7 +91,7 @@ def die_before_publish() -> None:
 
 
 def die_before_begin() -> None:
-    from megatron_a3po.runtime.checkpoints import CheckpointStore
+    from megatron_a3po.checkpoint.store import CheckpointStore
 
     wrap(CheckpointStore, "begin", before=lambda *_: NOW.saving == KILLED_SAVE and die())
 
@@ -133,32 +133,32 @@ def while_saving(work: Callable[[], Any]) -> None:
 
 
 def die_after_shards() -> None:
-    from megatron_a3po.actor.training_state import TrainingStateSave
+    from megatron_a3po.actor.megatron_state import TrainingStateSave
 
     wrap(TrainingStateSave, "finish", before=lambda _: NOW.saving == KILLED_SAVE and die())
 
 
 def die_before_manifest() -> None:
-    from megatron_a3po.runtime import checkpoints
+    from megatron_a3po.checkpoint import store as checkpoints
 
     wrap(checkpoints, "write_manifest", before=lambda *_: NOW.saving == KILLED_SAVE and die())
 
 
 def die_before_rename() -> None:
-    from megatron_a3po.runtime import checkpoints
+    from megatron_a3po.checkpoint import store as checkpoints
 
     wrap(checkpoints, "write_manifest", after=lambda _: NOW.saving == KILLED_SAVE and die())
 
 
 def die_before_latest() -> None:
-    from megatron_a3po.runtime import checkpoints
+    from megatron_a3po.checkpoint import store as checkpoints
 
     wrap(checkpoints, "write_durably", before=lambda *_: NOW.saving == KILLED_SAVE and die())
 
 
 def die_in_retention() -> None:
     """The doomed checkpoint has lost its name, and its files are still there."""
-    from megatron_a3po.runtime import checkpoints
+    from megatron_a3po.checkpoint import store as checkpoints
 
     def is_doomed(path: Path, **_: Any) -> None:
         if path.name.endswith(".deleted") and NOW.saving == KILLED_SAVE:
@@ -172,8 +172,8 @@ def observe(run_dir: Path) -> None:
     import torch
 
     from megatron_a3po.actor.actor import PolicyActor
-    from megatron_a3po.actor.checkpoint import CheckpointManager
-    from megatron_a3po.data.buffer import StalenessBuffer
+    from megatron_a3po.checkpoint.manager import CheckpointManager
+    from megatron_a3po.rollout.buffer import StalenessBuffer
     from megatron_a3po.weights.publisher import WeightPublisher
 
     def begin_training(actor: Any, batch: list[Any], advantages: Any) -> None:

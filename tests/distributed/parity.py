@@ -181,7 +181,7 @@ def _assert_built(actor: Any, config: Any) -> None:
     """The numbers do not depend on the layout, so they cannot tell whether it was built."""
     from megatron.core.utils import get_model_config
 
-    from megatron_a3po.config.estimate import rank_parameters
+    from megatron_a3po.preflight.memory import rank_parameters
 
     parallel, groups, model = config.parallel, actor.model.groups, get_model_config(actor.model.chunks[0])
     sizes = [group.size() for group in (groups.tp, groups.pp, groups.cp, groups.ep)]

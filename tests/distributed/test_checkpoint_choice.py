@@ -30,7 +30,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_every_rank(tmp_path: Path
 def _choose(folder: str, damage: str) -> None:
     import torch.distributed as dist
 
-    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.checkpoint.manager import CheckpointManager
     from megatron_a3po.config import RunConfig
     from megatron_a3po.parallel.messages import gather_json
     from megatron_a3po.runtime.timing import PhaseTimer
@@ -98,7 +98,7 @@ def _refuse_all(folder: str) -> None:
 def _refuse(folder: str, trouble: str) -> None:
     import torch.distributed as dist
 
-    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.checkpoint.manager import CheckpointManager
     from megatron_a3po.config import RunConfig
     from megatron_a3po.errors import CheckpointError
     from megatron_a3po.parallel.messages import gather_json
@@ -156,10 +156,11 @@ def test_a_named_checkpoint_that_is_damaged_ends_every_rank_and_nothing_else_is_
 def _choose_named(folder: str) -> None:
     import torch.distributed as dist
 
-    from megatron_a3po.actor.checkpoint import CheckpointManager
-    from megatron_a3po.config import RunConfig, to_yaml
+    from megatron_a3po.checkpoint.manager import CheckpointManager
+    from megatron_a3po.config import RunConfig
     from megatron_a3po.errors import ConfigError
     from megatron_a3po.parallel.messages import gather_json
+    from megatron_a3po.preflight.load import to_yaml
     from megatron_a3po.runtime.timing import PhaseTimer
 
     dist.init_process_group("gloo")
@@ -196,11 +197,11 @@ def _fail_to_save(folder: str, kind: str) -> None:
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron_a3po.actor.checkpoint import CheckpointManager
+    from megatron_a3po.checkpoint.manager import CheckpointManager
     from megatron_a3po.config import RunConfig
-    from megatron_a3po.data.rollout_state import RolloutState
     from megatron_a3po.errors import CheckpointError
     from megatron_a3po.parallel.messages import gather_json
+    from megatron_a3po.rollout.state import RolloutState
     from megatron_a3po.runtime.timing import PhaseTimer
 
     dist.init_process_group("gloo")
@@ -239,8 +240,8 @@ def _fail_to_save(folder: str, kind: str) -> None:
 
 
 def _save_two(root: Path, config: str = "") -> None:
-    from megatron_a3po.data.rollout_state import RolloutState, save_rollout_state
-    from megatron_a3po.runtime.checkpoints import CheckpointStore
+    from megatron_a3po.checkpoint.store import CheckpointStore
+    from megatron_a3po.rollout.state import RolloutState, save_rollout_state
     from megatron_a3po.runtime.manifest import describe
 
     rollouts = RolloutState(version=0, next_batch=0, issued=0, consumed=0, dropped={}, buffered=(), in_flight=())

@@ -46,7 +46,7 @@ def _collect_in_fp8(folder: str) -> None:
 
     from megatron_a3po.hf.quantize import quantization_config
     from megatron_a3po.weights.gather import WeightCollector
-    from megatron_a3po.weights.served import fp8_rule
+    from megatron_a3po.weights.served_precision import fp8_rule
     from tests.distributed.live_bytes import LiveBytes
 
     rank = dist.get_rank()

@@ -235,7 +235,7 @@ def _publisher(config: Any, model: Any, receivers: Any) -> Any:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.timing import PhaseTimer
-    from megatron_a3po.weights.building import build_publisher
+    from megatron_a3po.weights.build import build_publisher
 
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)

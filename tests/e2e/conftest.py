@@ -24,7 +24,7 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def server_url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that belongs to nobody's run, as `rollout.servers: [url]` expects it."""
-    from megatron_a3po.rollout.servers import LocalServer
+    from megatron_a3po.serving.local_server import LocalServer
 
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     log_file = tmp_path_factory.mktemp("server") / "server.log"

@@ -76,7 +76,7 @@ def find_server(process_id: int) -> int | None:
     """The SGLang server among a run's processes."""
     for child in descendants(process_id):
         try:
-            if "megatron_a3po.rollout.serve" in psutil.Process(child).cmdline():
+            if "megatron_a3po.serving.entrypoint" in psutil.Process(child).cmdline():
                 return child
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue

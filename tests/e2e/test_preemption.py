@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_a3po.runtime.checkpoints import checkpoint_folders
+from megatron_a3po.checkpoint.store import checkpoint_folders
 from megatron_a3po.runtime.manifest import check
 from tests.e2e.runs import alive, descendants, metrics, run_to_end, started, wait_until
 from tests.scripted_rollouts import make_model, scripted_server, settings

@@ -42,7 +42,7 @@ padding of its attention."""
 
 @contextmanager
 def started_servers(model: Path, folder: Path, ranks: tuple[int, ...]) -> Iterator[list[str]]:
-    from megatron_a3po.rollout.servers import LocalServer
+    from megatron_a3po.serving.local_server import LocalServer
 
     with ExitStack() as stack:
         servers = [
@@ -166,7 +166,7 @@ def _publish_once(case: Case, path: Path, model: Any, urls: list[str], transport
     import torch.distributed as dist
 
     from megatron_a3po.runtime.timing import PhaseTimer
-    from megatron_a3po.weights.building import build_publisher
+    from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
     from tests.unit.test_publisher import control
 

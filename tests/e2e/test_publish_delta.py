@@ -26,7 +26,7 @@ FOLLOWER_KILLED_BEFORE = 4
 
 
 def test_a_server_holds_after_changes_what_it_holds_after_whole_versions(tmp_path: Path) -> None:
-    from megatron_a3po.rollout.servers import LocalServer
+    from megatron_a3po.serving.local_server import LocalServer
 
     model = tmp_path / CASE.family
     save_tiny_model(CASE.family, model)
@@ -61,7 +61,7 @@ def _publish(folder: str, url: str) -> None:
     from megatron_a3po import cpu
     from megatron_a3po.parallel.layout import RankInfo, init_distributed
     from megatron_a3po.runtime.timing import PhaseTimer
-    from megatron_a3po.weights.building import build_publisher
+    from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
     from tests.unit.test_publisher import control
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_a3po.rollout.registration import Registration, read_registrations
+from megatron_a3po.serving.registry import Registration, read_registrations
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import alive, get, metrics, started, torchrun, wait_until
 

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
-from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.serving.local_server import LocalServer
 from megatron_a3po.types import Trajectory
 from megatron_a3po.weights.publisher import WeightPublisher
 from tests.e2e.conftest import SERVER_START_SECONDS

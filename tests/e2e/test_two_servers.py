@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.fleet.event_loop import EventLoopThread
 from tests.e2e.runs import metrics, started, wait_until
 from tests.scripted_rollouts import DeterministicServer, make_model, scripted_server, settings
 from tests.unit.receiver import start_receiver

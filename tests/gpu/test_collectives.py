@@ -19,7 +19,7 @@ from megatron_a3po.parallel.layout import RankInfo, init_distributed
 from megatron_a3po.parallel.reduce import reduce_statistics
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.transport import UpdateGroups
+from megatron_a3po.weights.transports.group import UpdateGroups
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
 from tests.unit.receiver import Json, Receiver, start_receiver

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_a3po.config import load_architecture
-from megatron_a3po.config.layout_checks import architecture_mistakes, rank_mistakes
-from megatron_a3po.config.precision_checks import precision_mistakes
+from megatron_a3po.preflight.check_layout import architecture_mistakes, rank_mistakes
+from megatron_a3po.preflight.check_precision import precision_mistakes
+from megatron_a3po.preflight.load import load_architecture
 from tests.distributed.parity import Case, configuration
 from tests.gpu import test_actor, test_four_gpus, test_two_gpus
 from tests.gpu.environment import HAS_TRANSFORMER_ENGINE

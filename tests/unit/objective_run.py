@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective, Report
+from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective, Report
+from megatron_a3po.batching.packing import pack
 from megatron_a3po.config import RunConfig
-from megatron_a3po.data.packing import pack
 from megatron_a3po.types import Alignment, FinishReason, Microbatch, Trajectory
 
 VERSION = 7

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_a3po.rollout.rewards.samples import Sample
+from megatron_a3po.rewards.types import Sample
 
 NO_FUNCTION = 3
 

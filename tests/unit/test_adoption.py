@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.adoption import adopt_weights
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.protocol import generate_request
+from megatron_a3po.fleet.adopt_weights import adopt_weights
+from megatron_a3po.fleet.protocol import generate_request
+from megatron_a3po.fleet.publication import ServerControl
 from tests.unit.scripted_server import ScriptedServer, answer
 from tests.unit.test_publisher import control, serve
 

@@ -10,10 +10,11 @@ import torch
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.summary import startup_summary
-from megatron_a3po.config import RunConfig, load_architecture, load_config
-from megatron_a3po.config.algorithm_checks import idle_keys
-from megatron_a3po.config.describe import describe_run
+from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.check_algorithm import idle_keys
+from megatron_a3po.preflight.describe import describe_run
+from megatron_a3po.preflight.load import load_architecture, load_config
 from tests.unit.objective_run import METHODS, Result, batch, objective, run
 from tests.unit.test_config import file, model
 

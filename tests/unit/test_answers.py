@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_a3po.rollout.rewards.answers import find_answer, grade_by_math, grade_by_text
-from megatron_a3po.rollout.rewards.samples import Sample, Score
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec, make_scorer
+from megatron_a3po.rewards.math_grader import find_answer, grade_by_math, grade_by_text
+from megatron_a3po.rewards.scorers import ScorerSpec, make_scorer
+from megatron_a3po.rewards.types import Sample, Score
 
 RIGHT, WRONG, NO_ANSWER, TOO_LONG = "right", "wrong", "no_answer", "too_long"
 
@@ -227,7 +227,7 @@ def test_the_strict_mode_compares_characters(response: str, right: str, reason: 
 
 
 def test_a_number_that_cannot_be_computed_is_undecided_and_not_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_a3po.rollout.rewards.answers._DECIDE_SECONDS", 1)
+    monkeypatch.setattr("megatron_a3po.rewards.math_grader._DECIDE_SECONDS", 1)
 
     assert grade_by_math(sample("\\boxed{9^{9^{9^{9}}}}", "42")) == Score(value=0.0, reason="undecided")
 

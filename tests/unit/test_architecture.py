@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_a3po.config import Architecture, read_architecture
-from megatron_a3po.config.families import SUPPORTED_ARCHITECTURES, OddFields
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.families import SUPPORTED_ARCHITECTURES, OddFields, read_architecture
 
 TINY: dict[str, Any] = {
     "hidden_size": 24,

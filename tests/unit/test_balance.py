@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_a3po.data.balance import Partition, assign_microbatches, largest_differencing
+from megatron_a3po.batching.balance import Partition, assign_microbatches, largest_differencing
 from megatron_a3po.errors import DataError
 
 seeded = settings(max_examples=150, deadline=None, derandomize=True)

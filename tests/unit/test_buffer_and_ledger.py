@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_a3po.data.buffer import StalenessBuffer, check_versions
-from megatron_a3po.data.ledger import Ledger
 from megatron_a3po.errors import VersionError
+from megatron_a3po.rollout.buffer import StalenessBuffer, check_versions
+from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
 
 seeded = settings(max_examples=60, deadline=None, derandomize=True)

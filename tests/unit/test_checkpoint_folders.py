@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_a3po.checkpoint.store import CheckpointStore, Finding, newest_valid, steps_to_delete, verdict
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.checkpoints import CheckpointStore, Finding, newest_valid, steps_to_delete, verdict
 from megatron_a3po.runtime.manifest import (
     ContentError,
     FileRecord,

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from megatron_a3po.data.buffer import StalenessBuffer
-from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RewardError, RolloutError, RolloutServerDied
-from megatron_a3po.rollout import pool as pool_module
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.prompts.prompts import Prompt
+from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
+from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.collector import RolloutCollector
-from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.rewarder import Rewarder
-from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
-from megatron_a3po.rollout.rewards.shaping import Shaping
 from megatron_a3po.rollout.sampler import Sampler, Sampling
+from megatron_a3po.rollout.shaping import Shaping
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 from tests.unit.scripted_server import (
     DEADLINE_SECONDS,

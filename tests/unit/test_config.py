@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_a3po.config import RunConfig, known_keys, load_config, to_yaml
-from megatron_a3po.config.files import read_yaml
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import read_yaml
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.load import known_keys, load_config, to_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = {

@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout import connecting
-from megatron_a3po.rollout import lease as lease_module
-from megatron_a3po.rollout import pool as pool_module
-from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.fleet import lease as lease_module
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet import startup as connecting
+from megatron_a3po.fleet.pool import ServerPool
 from tests.unit.scripted_server import DEADLINE_SECONDS, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
 from tests.unit.test_collector import wait_until
 

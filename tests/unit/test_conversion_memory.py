@@ -15,8 +15,8 @@ def said_with_a_full_gpu(folder: Path) -> tuple[int, str]:
     """(exit code, output) of the comparison where 4 bytes per parameter are free on the GPU"""
     import torch
 
-    from megatron_a3po.config import load_architecture
     from megatron_a3po.conversion import logits
+    from megatron_a3po.preflight.load import load_architecture
 
     free: Any = (4 * load_architecture(folder).num_parameters, 80 << 30)
     logits.choose_modules = lambda: "cuda"

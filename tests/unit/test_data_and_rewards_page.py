@@ -10,12 +10,12 @@ import yaml
 
 from megatron_a3po.algorithm.accuracy import confidence_interval
 from megatron_a3po.config import DataConfig, EvaluationConfig, EvaluationDataset, RewardConfig, RunConfig
-from megatron_a3po.config.files import read_yaml
-from megatron_a3po.data.rows import SCHEMAS, BadRow
-from megatron_a3po.rollout.rewards import answers
-from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
-from megatron_a3po.rollout.rewards.samples import FailureKind, Sample
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec
+from megatron_a3po.config.yaml_files import read_yaml
+from megatron_a3po.prompts.rows import SCHEMAS, BadRow
+from megatron_a3po.rewards import math_grader as answers
+from megatron_a3po.rewards.scorers import ScorerSpec
+from megatron_a3po.rewards.types import FailureKind, Sample
+from megatron_a3po.rewards.worker_pool import PoolSettings, RewardPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")

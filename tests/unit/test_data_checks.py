@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_a3po.config import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig, RunConfig
-from megatron_a3po.config.data_checks import data_mistakes
+from megatron_a3po.preflight.check_data import data_mistakes
 from megatron_a3po.rollout.building import pool_settings, shaping
 
 

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_a3po.data.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
-from megatron_a3po.data.prompts import PromptSet
-from megatron_a3po.data.questions import PromptEncoder
 from megatron_a3po.errors import DataError
+from megatron_a3po.prompts.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.prompts import PromptSet
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(20)]
 LIMITS: dict[str, Any] = {"max_prompt_tokens": 100, "vocab_size": 256, "max_bad_share": 0.0}
@@ -273,7 +273,7 @@ def test_invalid_text_in_parquet_costs_its_row_only(load: Callable[..., PromptSe
 def test_a_line_without_end_is_bad_and_the_next_one_is_read(
     load: Callable[..., PromptSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_a3po.data.sources.MAX_LINE_BYTES", 100)
+    monkeypatch.setattr("megatron_a3po.prompts.files.MAX_LINE_BYTES", 100)
     long = {"prompt": "x" * 350, "answer": "1", "level": 0}
 
     prompts = load(write_jsonl(tmp_path / "data.jsonl", [*ROWS, long, {**ROWS[0], "prompt": "y"}]), max_bad_share=0.1)

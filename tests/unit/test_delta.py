@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.weights.delta import Delta, apply_delta, as_words, make_delta
+from megatron_a3po.weights.transports.delta.encoding import Delta, apply_delta, as_words, make_delta
 
 
 def random_bytes(size: int, seed: int) -> Tensor:

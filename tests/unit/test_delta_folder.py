@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron_a3po.errors import ConfigError, PublishError
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.runtime.durable import write_durably
-from megatron_a3po.weights import delta_followers
-from megatron_a3po.weights.delta import as_words
-from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, make_local_folder
-from megatron_a3po.weights.delta_followers import follow, wait_for_followers
-from megatron_a3po.weights.delta_writer import OwnedShard, Written
+from megatron_a3po.runtime.files import write_durably
+from megatron_a3po.weights.transports.delta import followers as delta_followers
+from megatron_a3po.weights.transports.delta.encoding import as_words
+from megatron_a3po.weights.transports.delta.folder import MODEL, PUBLISHED, Published, make_local_folder
+from megatron_a3po.weights.transports.delta.followers import follow, wait_for_followers
+from megatron_a3po.weights.transports.delta.writer import OwnedShard, Written
 from tests.unit.test_delta import changed, random_bytes
 
 BF16 = (

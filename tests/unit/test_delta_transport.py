@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.delta_folder import PUBLISHED, described_by
-from megatron_a3po.weights.delta_followers import follow
-from megatron_a3po.weights.delta_transport import DeltaTransport
-from megatron_a3po.weights.disk import FileSettings
 from megatron_a3po.weights.publisher import WeightPublisher
+from megatron_a3po.weights.transports.delta.folder import PUBLISHED, described_by
+from megatron_a3po.weights.transports.delta.followers import follow
+from megatron_a3po.weights.transports.delta.transport import DeltaTransport
+from megatron_a3po.weights.transports.disk import FileSettings
 from tests.unit.scripted_server import ScriptedServer, refuse
 from tests.unit.test_delta_folder import contents
 from tests.unit.test_publish_disk import FROM_DISK, model  # noqa: F401

@@ -6,9 +6,13 @@ import pytest
 import torch
 import transformers
 
-from megatron_a3po.config import Architecture, RunConfig, read_architecture
-from megatron_a3po.config.activations import layer_activation_bytes
-from megatron_a3po.config.estimate import (
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import parse_overrides
+from megatron_a3po.parallel import vocab_parallel
+from megatron_a3po.preflight.activations import layer_activation_bytes
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.families import read_architecture
+from megatron_a3po.preflight.memory import (
     TILE_ELEMENTS,
     MemoryEstimate,
     estimate_memory,
@@ -16,8 +20,6 @@ from megatron_a3po.config.estimate import (
     padded_vocab_size,
     rank_parameters,
 )
-from megatron_a3po.config.files import parse_overrides
-from megatron_a3po.parallel import vocab_parallel
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

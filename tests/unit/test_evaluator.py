@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RewardError
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.prompts.prompts import Prompt
+from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
 from megatron_a3po.rollout.evaluator import Evaluator
-from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.rollout.rewarder import Rewarder
-from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample, Score
-from megatron_a3po.rollout.rewards.shaping import Shaping
 from megatron_a3po.rollout.sampler import Sampler, Sampling
+from megatron_a3po.rollout.shaping import Shaping
 from tests.unit.scripted_server import ScriptedServer
 
 LONG, SHORT = 5, 3

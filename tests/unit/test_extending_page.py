@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from megatron_a3po.algorithm import proximal
-from megatron_a3po.config import families, read_architecture, variants
 from megatron_a3po.config.schema import ProximalMethod
+from megatron_a3po.preflight import families, variants
+from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.types import Microbatch
 from tests.unit.objective_run import METHODS, VERSION, batch, objective, run
 

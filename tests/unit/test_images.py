@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from megatron_a3po.__main__ import _parser as run_parser
-from megatron_a3po.config import RunConfig, known_keys
-from megatron_a3po.config.files import read_yaml
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import read_yaml
+from megatron_a3po.preflight.load import known_keys
 from tools.launch_rollout_servers import _parser as launcher_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_what_is_copied_is_there_and_reaches_the_build(image: str) -> None:
     ("image", "process"),
     [
         ("trainer", "/opt/venv/bin/python3 -u -m megatron_a3po train --config my.yaml"),
-        ("rollout", "/opt/venv/bin/python -m megatron_a3po.rollout.serve --model-path models/x"),
+        ("rollout", "/opt/venv/bin/python -m megatron_a3po.serving.entrypoint --model-path models/x"),
     ],
 )
 def test_the_health_check_finds_the_process_and_not_itself(image: str, process: str) -> None:

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from megatron_a3po.rollout import pool as pool_module
-from megatron_a3po.rollout.protocol import GenerateResponse
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet.protocol import GenerateResponse
 from tests.unit.receiver import Receiver
 from tests.unit.scripted_server import refuse
 from tests.unit.test_publisher import (  # noqa: F401

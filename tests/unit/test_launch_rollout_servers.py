@@ -18,10 +18,10 @@ from safetensors.numpy import save_file
 
 from megatron_a3po.config import DataConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import ConfigError, RolloutError
-from megatron_a3po.rollout import launcher
-from megatron_a3po.rollout.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
-from megatron_a3po.rollout.registration import Registration, read_registrations
-from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.serving import launcher
+from megatron_a3po.serving.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
+from megatron_a3po.serving.local_server import LocalServer
+from megatron_a3po.serving.registry import Registration, read_registrations
 from tests.unit.test_rollout_server_process import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -203,7 +203,7 @@ def test_a_server_that_answers_without_the_key_is_ended_and_never_registered(tmp
 # The program as a user starts it, with the stand-in for SGLang.
 PROGRAM = """
 import runpy, sys
-from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.serving.local_server import LocalServer
 
 LocalServer.__init__.__kwdefaults__["make_command"] = lambda server: [
     sys.executable, "-c", {server!r}, str(server.port), "True"

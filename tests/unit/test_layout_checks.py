@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
-from megatron_a3po.config import Architecture, RunConfig, read_architecture
-from megatron_a3po.config.checks import Mistake, find_mistakes
-from megatron_a3po.config.files import parse_overrides
-from megatron_a3po.config.layout_checks import architecture_mistakes, token_multiple
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import parse_overrides
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.check_layout import architecture_mistakes, token_multiple
+from megatron_a3po.preflight.check_run import Mistake, find_mistakes
+from megatron_a3po.preflight.families import read_architecture
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_a3po.weights import joining
+from megatron_a3po.weights.transports import rendezvous as joining
 
 HERE, ALSO_HERE, ELSEWHERE = "http://127.0.0.1:30000", "http://this-node:30001", "http://10.0.0.7:30000"
 

@@ -1,6 +1,6 @@
 """docs/metrics.md and the code name the same metrics; the names of whole runs are compared under tests/e2e."""
 
-from megatron_a3po.actor.objective import NUM_MAXIMA, NUM_SUMS, Objective
+from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective
 from megatron_a3po.config import RunConfig
 from megatron_a3po.rollout.evaluator import DatasetResult
 from tests.documented_metrics import DOCUMENTED, undocumented

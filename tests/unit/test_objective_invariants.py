@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_a3po.data.packing import pack
+from megatron_a3po.batching.packing import pack
 from megatron_a3po.types import Alignment
 from tests.unit.objective_run import (
     ADVANTAGES,

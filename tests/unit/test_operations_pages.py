@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_a3po.config import RunConfig, known_keys
-from megatron_a3po.config.files import read_yaml
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import read_yaml
+from megatron_a3po.preflight.load import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("production", "symptoms")}

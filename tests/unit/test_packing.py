@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_a3po.data.packing import pack, split_groups
+from megatron_a3po.batching.packing import pack, split_groups
 from megatron_a3po.types import Alignment, FinishReason, Microbatch, Trajectory
 
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout import pool as pool_module
-from megatron_a3po.rollout.pool import ServerPool
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Sampler, Sampling
 from tests.unit.receiver import Receiver
 from tests.unit.scripted_server import ScriptedServer, answer, response

@@ -8,8 +8,8 @@ import torch
 
 from megatron_a3po.actor.precision import FP8_RECIPES, model_precision, parameter_dtype, refuse_missing_fp8
 from megatron_a3po.config import Fp8Config
-from megatron_a3po.config.layout_checks import FP8_MULTIPLES
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.check_layout import FP8_MULTIPLES
 
 AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 RUNS_ON = {

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_a3po.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
-from megatron_a3po.data.prompts import PromptSet
 from megatron_a3po.errors import DataError
-from megatron_a3po.rollout.prompt_loading import load_prompts, longest_request
+from megatron_a3po.prompts.load import load_prompts, longest_request
+from megatron_a3po.prompts.prompts import PromptSet
 from tests.unit.test_rollout_source import model  # noqa: F401
 
 POSITIONS, KEPT_BACK = 512, 6

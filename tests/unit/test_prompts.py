@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from megatron_a3po.data.prompts import PromptSet
-from megatron_a3po.data.questions import PromptEncoder
-from megatron_a3po.data.tasks import _select, load_task
 from megatron_a3po.errors import DataError
-from megatron_a3po.rollout.rewards.scorers import TaskSpec, task_scorer
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.prompts import PromptSet
+from megatron_a3po.prompts.tasks import _select, load_task
+from megatron_a3po.rewards.scorers import TaskSpec, task_scorer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
 DATA: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.protocol import GenerateResponse, MetaInfo, ServerInfo, generate_request, to_trajectory
+from megatron_a3po.fleet.protocol import GenerateResponse, MetaInfo, ServerInfo, generate_request, to_trajectory
 from megatron_a3po.types import FinishReason, Trajectory
 from tests.unit.scripted_server import response
 

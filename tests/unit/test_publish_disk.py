@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.rollout.control import ServerControl
+from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.disk import DiskTransport, FileSettings
-from megatron_a3po.weights.pipeline import BucketPipeline
+from megatron_a3po.weights.double_buffer import BucketPipeline
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.transport import UpdateGroups
+from megatron_a3po.weights.transports.disk import DiskTransport, FileSettings
+from megatron_a3po.weights.transports.group import UpdateGroups
 from tests.unit.receiver import Receiver
 from tests.unit.scripted_server import refuse
 from tests.unit.test_publisher import (  # noqa: F401

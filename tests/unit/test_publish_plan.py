@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.weights.building import published_names
+from megatron_a3po.weights.build import published_names
 from megatron_a3po.weights.plan import (
     PartSpec,
     Plan,
@@ -18,7 +18,7 @@ from megatron_a3po.weights.plan import (
     refuse_different_digests,
     refuse_other_names,
 )
-from megatron_a3po.weights.sources import Holdings, Shard
+from megatron_a3po.weights.shards import Holdings, Shard
 
 VOCABULARY, HIDDEN = 10, 4
 SHAPES = {

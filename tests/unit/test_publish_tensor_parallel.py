@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.weights.checksums import check_servers
+from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.weights.verify_servers import check_servers
 from tests.unit.scripted_server import ScriptedServer, answer
 from tests.unit.test_publisher import control, serve
 

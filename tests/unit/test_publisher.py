@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.pool import ServerPool
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import PartSpec, make_plan
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
-from megatron_a3po.weights.sources import Holdings, Shard
-from megatron_a3po.weights.transport import UpdateGroups
+from megatron_a3po.weights.shards import Holdings, Shard
+from megatron_a3po.weights.transports.group import UpdateGroups
 from tests.unit.receiver import Receiver, start_receiver
 from tests.unit.scripted_server import ScriptedServer, answer, hang, refuse
 

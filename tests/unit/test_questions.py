@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron_a3po.data.questions import PromptEncoder, Question
 from megatron_a3po.errors import DataError
+from megatron_a3po.prompts.encoder import PromptEncoder, Question
 
 # Qwen3's own switch, in short: an empty thought where thinking is off.
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}

@@ -15,7 +15,11 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_a3po.__main__ import main
-from megatron_a3po.config import Architecture, RunConfig, estimate_memory, load_config, read_architecture
+from megatron_a3po.config import RunConfig
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.families import read_architecture
+from megatron_a3po.preflight.load import load_config
+from megatron_a3po.preflight.memory import estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("base", "tiny")))

@@ -8,13 +8,16 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.discovery import find_servers
-from megatron_a3po.rollout.registration import Registration, deregister, read_registrations, register, remove_ended
+from megatron_a3po.fleet.client import SGLangClient
+from megatron_a3po.serving.discovery import find_servers
+from megatron_a3po.serving.registry import Registration, deregister, read_registrations, register, remove_ended
 from tests.unit.scripted_server import ScriptedServer
 from tests.unit.test_server_key import KEY, asks_for_key
 
@@ -30,8 +33,22 @@ def registration(url: str, *, host: str = "node7", process_id: int = 12) -> Regi
     )
 
 
-async def find(folder: Path, number: int, *, key: str | None = None, timeout_seconds: float = 30.0) -> list[str]:
-    return await find_servers(folder, number, key=key, timeout_seconds=timeout_seconds, say=lambda _: None)
+async def find(
+    folder: Path,
+    number: int,
+    *,
+    key: str | None = None,
+    timeout_seconds: float = 30.0,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[str]:
+    async with aiohttp.ClientSession() as session:
+        return await find_servers(
+            folder,
+            number,
+            problem_of=lambda url: SGLangClient(url, session, 10.0, key).problem(),
+            timeout_seconds=timeout_seconds,
+            say=say,
+        )
 
 
 def test_what_is_registered_is_read_until_it_is_taken_back(tmp_path: Path) -> None:
@@ -116,7 +133,7 @@ async def test_the_run_waits_until_enough_registered_servers_answer(tmp_path: Pa
     async with ScriptedServer() as first, ScriptedServer() as second:
         register(tmp_path, registration(first.url))
         register(tmp_path, registration("http://127.0.0.1:1"))  # its launcher was killed
-        waiting = asyncio.create_task(find_servers(tmp_path, 2, key=None, timeout_seconds=30.0, say=said.append))
+        waiting = asyncio.create_task(find(tmp_path, 2, say=said.append))
         while not said:
             assert not waiting.done()
             await asyncio.sleep(0.01)

@@ -11,14 +11,14 @@ import pytest
 import pytest_asyncio
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout import asking as asking_module
-from megatron_a3po.rollout import client as client_module
-from megatron_a3po.rollout import lease as lease_module
-from megatron_a3po.rollout import pool as pool_module
-from megatron_a3po.rollout import recovery
-from megatron_a3po.rollout import server_states as states_module
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import GenerateResponse, generate_request
+from megatron_a3po.fleet import client as client_module
+from megatron_a3po.fleet import lease as lease_module
+from megatron_a3po.fleet import membership as states_module
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet import recovery
+from megatron_a3po.fleet import request as asking_module
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
 from tests.unit.scripted_server import ScriptedServer, answer, close_connection, hang
 from tests.unit.test_collector import wait_until
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_a3po.checkpoint.resume import plan_resume, record_origin
+from megatron_a3po.checkpoint.store import CheckpointStore
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.runtime.checkpoints import CheckpointStore
 from megatron_a3po.runtime.manifest import describe
-from megatron_a3po.runtime.resume import plan_resume, record_origin
 from megatron_a3po.runtime.run_dir import claim_run_dir
 
 CONFIG = {"seed": 0, "num_steps": 60, "max_staleness": 2, "resume": "auto"}

@@ -15,10 +15,10 @@ import pytest_asyncio
 from reasoning_gym.factory import create_dataset
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.rewards import pool as pool_module
-from megatron_a3po.rollout.rewards.pool import PoolSettings, RewardPool
-from megatron_a3po.rollout.rewards.samples import FailureKind, RewardFailure, Sample
-from megatron_a3po.rollout.rewards.scorers import ScorerSpec, TaskSpec
+from megatron_a3po.rewards import worker_pool as pool_module
+from megatron_a3po.rewards.scorers import ScorerSpec, TaskSpec
+from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample
+from megatron_a3po.rewards.worker_pool import PoolSettings, RewardPool
 
 FUNCTIONS = "tests.unit.reward_functions"
 LONG_SECONDS = 60.0

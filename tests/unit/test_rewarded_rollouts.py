@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_a3po.algorithm.advantage import compute_advantages
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rollout.event_loop import EventLoopThread
+from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.timing import PhaseTimer

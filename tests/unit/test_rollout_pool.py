@@ -10,12 +10,12 @@ import pytest_asyncio
 from aiohttp import web
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout import pool as pool_module
-from megatron_a3po.rollout import recovery
-from megatron_a3po.rollout.client import KEEP_ALIVE_SECONDS
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import generate_request
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet import recovery
+from megatron_a3po.fleet.client import KEEP_ALIVE_SECONDS
+from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import generate_request
 from tests.unit.scripted_server import (
     DEADLINE_SECONDS,
     PROMPT_SECONDS,

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_a3po.rollout import servers as servers_module
-from megatron_a3po.rollout.servers import LocalServer
 from megatron_a3po.runtime.keeper import group_members
+from megatron_a3po.serving import local_server as servers_module
+from megatron_a3po.serving.local_server import LocalServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +117,7 @@ def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
     run = textwrap.dedent(f"""
         import sys, time
         from pathlib import Path
-        from megatron_a3po.rollout.servers import LocalServer
+        from megatron_a3po.serving.local_server import LocalServer
 
         def command(server):
             return [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -156,7 +156,7 @@ def test_processes_of_a_server_that_is_still_importing_end_with_it(tmp_path: Pat
     run = textwrap.dedent(f"""
         import time
         from pathlib import Path
-        from megatron_a3po.rollout.servers import LocalServer
+        from megatron_a3po.serving.local_server import LocalServer
 
         with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r})) as server:
             Path({str(tmp_path / "id")!r}).write_text(str(server.process_id))
@@ -197,7 +197,7 @@ def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path
     run = textwrap.dedent(f"""
         import ctypes, sys, time
         from pathlib import Path
-        from megatron_a3po.rollout.servers import LocalServer
+        from megatron_a3po.serving.local_server import LocalServer
 
         PR_SET_CHILD_SUBREAPER = 36
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -253,7 +253,7 @@ def test_on_gpus_a_server_sees_its_own_and_nothing_of_the_cpus_stand_ins(
     command, environment = start_of(tmp_path, ["4", "5"], "--tp-size", "2")
 
     assert command == [
-        *(sys.executable, "-m", "megatron_a3po.rollout.serve", "--model-path", str(tmp_path / "model")),
+        *(sys.executable, "-m", "megatron_a3po.serving.entrypoint", "--model-path", str(tmp_path / "model")),
         *("--host", "127.0.0.2", "--port", "31234", "--enable-priority-scheduling", "--tp-size", "2"),
     ]
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"

@@ -17,12 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
-from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.errors import DataError, VersionError
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.event_loop import EventLoopThread
-from megatron_a3po.rollout.protocol import version_label
+from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.fleet.protocol import version_label
+from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.rollout.source import RolloutSource
+from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from tests.unit.scripted_server import ScriptedServer

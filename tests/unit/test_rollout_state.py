@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_a3po.data.buffer import StalenessBuffer
-from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.rollout_state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.errors import ConfigError, DataError, VersionError
+from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.collector import RolloutCollector
+from megatron_a3po.rollout.ledger import Ledger
+from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
 
 seeded = settings(max_examples=40, deadline=None, derandomize=True)

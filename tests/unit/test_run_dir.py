@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_a3po.config.loading import known_keys
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.load import known_keys
 from megatron_a3po.runtime.run_dir import (
     MAY_CHANGE,
     claim_run_dir,
@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_no_half_configuration_that_would_block_the_next_star
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_a3po.runtime.durable.os.fsync", full)
+        patch.setattr("megatron_a3po.runtime.files.os.fsync", full)
         with pytest.raises(ConfigError, match="No space left"):
             claim_run_dir(tmp_path, "seed: 0\n")
     assert not holds_run(tmp_path) and not list(tmp_path.glob("*unfinished*")) + list(tmp_path.glob(".*unfinished"))

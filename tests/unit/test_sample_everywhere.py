@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import generate_request
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import generate_request
+from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import URGENT, Responses, Sampler, Sampling
 from tests.unit.scripted_server import ScriptedServer, hang, refuse
 from tests.unit.test_collector import Digits, wait_until

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_a3po.rollout.rewards.samples import InvalidReward, Sample, Score, to_score
-from megatron_a3po.rollout.rewards.scorers import KEY_VARIABLE, ScorerSpec, TaskSpec, make_scorer
+from megatron_a3po.rewards.scorers import KEY_VARIABLE, ScorerSpec, TaskSpec, make_scorer
+from megatron_a3po.rewards.types import InvalidReward, Sample, Score, to_score
 
 Reply = Callable[[dict[str, Any]], tuple[int, str]]
 
@@ -92,7 +92,7 @@ def test_a_server_may_give_reasons(judge: JudgeServer) -> None:
 
 def test_a_server_that_is_busy_is_asked_again(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     real_sleep = asyncio.sleep
-    monkeypatch.setattr("megatron_a3po.rollout.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
+    monkeypatch.setattr("megatron_a3po.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
     judge.replies = [lambda _: (503, "busy"), lambda _: (502, "busy"), lengths]
 
     (score,) = make_scorer(ScorerSpec(scorer=judge.url))([sample("abc")])
@@ -123,7 +123,7 @@ def test_a_server_that_gives_no_rewards_is_a_failure_with_its_words(
     message: str,
 ) -> None:
     real_sleep = asyncio.sleep
-    monkeypatch.setattr("megatron_a3po.rollout.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
+    monkeypatch.setattr("megatron_a3po.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
     judge.replies = [lambda _: (status, text)]
 
     with pytest.raises(error, match=message):

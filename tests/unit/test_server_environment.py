@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_a3po.rollout.servers import LocalServer
+from megatron_a3po.serving.local_server import LocalServer
 from tests.unit.scripted_server import PROMPT_SECONDS
 
 

@@ -11,14 +11,14 @@ from aiohttp import web
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.rollout import control as control_module
-from megatron_a3po.rollout import recovery
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.protocol import generate_request
+from megatron_a3po.fleet import publication as control_module
+from megatron_a3po.fleet import recovery
+from megatron_a3po.fleet.protocol import generate_request
+from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.signals import Signals
-from megatron_a3po.weights.transport import UpdateGroups
+from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.transports.group import UpdateGroups
 from tests.unit.receiver import Json, Receiver, start_receiver
 from tests.unit.scripted_server import (
     Action,

@@ -10,13 +10,13 @@ import pytest_asyncio
 from aiohttp import web
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout import lease as lease_module
-from megatron_a3po.rollout import pool as pool_module
-from megatron_a3po.rollout import recovery
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.lease import Lease
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import generate_request, labelled_version, version_label
+from megatron_a3po.fleet import lease as lease_module
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet import recovery
+from megatron_a3po.fleet.lease import Lease
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import generate_request, labelled_version, version_label
+from megatron_a3po.fleet.publication import ServerControl
 from tests.unit.scripted_server import Json, ScriptedServer, answer, close_connection, response
 from tests.unit.test_collector import wait_until
 

@@ -9,14 +9,14 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from megatron_a3po.data.buffer import StalenessBuffer
-from megatron_a3po.data.ledger import Ledger
-from megatron_a3po.data.prompts import Prompt
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.rollout import pool as pool_module
+from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
+from megatron_a3po.prompts.prompts import Prompt
+from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.collector import RolloutCollector
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.protocol import GenerateResponse, generate_request
+from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.types import TrajectoryGroup
 from tests.unit.scripted_server import (

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_a3po.config import DataConfig, PublishConfig, RolloutConfig, RunConfig, to_yaml
-from megatron_a3po.config.checks import find_mistakes
-from megatron_a3po.rollout.servers import server_arguments
+from megatron_a3po.config import DataConfig, PublishConfig, RolloutConfig, RunConfig
+from megatron_a3po.preflight.check_run import find_mistakes
+from megatron_a3po.preflight.load import to_yaml
+from megatron_a3po.serving.local_server import server_arguments
 from tests.unit.test_server_key import KEY, write_key
 
 

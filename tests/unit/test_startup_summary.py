@@ -7,9 +7,11 @@ import pytest
 
 from megatron_a3po.actor.fusions import Fusions
 from megatron_a3po.actor.summary import startup_summary
-from megatron_a3po.config import Architecture, RunConfig, estimate_memory, read_architecture
-from megatron_a3po.config.estimate import rank_parameters, readable_bytes, readable_count
-from megatron_a3po.config.files import parse_overrides
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import parse_overrides
+from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.families import read_architecture
+from megatron_a3po.preflight.memory import estimate_memory, rank_parameters, readable_bytes, readable_count
 from tests.unit.test_estimate import GLM, QWEN3_8B
 
 TINY: dict[str, Any] = QWEN3_8B | {

@@ -16,9 +16,9 @@ import make_tiny_model  # noqa: E402
 import study_report  # noqa: E402
 import study_staleness as study  # noqa: E402
 
-from megatron_a3po.data.questions import PromptEncoder  # noqa: E402
-from megatron_a3po.data.tasks import load_task  # noqa: E402
 from megatron_a3po.errors import ConfigError  # noqa: E402
+from megatron_a3po.prompts.encoder import PromptEncoder  # noqa: E402
+from megatron_a3po.prompts.tasks import load_task  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_a3po.config import load_config
-from megatron_a3po.data.questions import PromptEncoder
-from megatron_a3po.data.tasks import load_task
 from megatron_a3po.errors import ConfigError
+from megatron_a3po.preflight.load import load_config
+from megatron_a3po.prompts.encoder import PromptEncoder
+from megatron_a3po.prompts.tasks import load_task
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ def test_pickled_scales_are_allowed_while_a_checkpoint_is_loaded_and_not_afterwa
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu.install()
-    from megatron_a3po.actor.training_state import _pickled_extra_state
+    from megatron_a3po.actor.megatron_state import _pickled_extra_state
 
     if before is None:
         monkeypatch.delenv(NAME, raising=False)

@@ -21,7 +21,7 @@ def make_save(tmp_path: Path) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    from megatron_a3po.actor.training_state import TrainingStateSave
+    from megatron_a3po.actor.megatron_state import TrainingStateSave
 
     def make_save(tensors: dict[str, torch.Tensor], folder: Path = tmp_path) -> tuple[TrainingStateSave, Any]:
         items = [
@@ -138,7 +138,7 @@ def test_a_rank_for_which_others_write_has_no_files() -> None:
     cpu.install()
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-    from megatron_a3po.actor.training_state import TrainingStateSave
+    from megatron_a3po.actor.megatron_state import TrainingStateSave
 
     finished: list[str] = []
     save = TrainingStateSave(AsyncRequest(None, (), [lambda: finished.append("collective")]))

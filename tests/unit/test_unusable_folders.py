@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.rollout import launcher
-from megatron_a3po.rollout.control import ServerControl
-from megatron_a3po.rollout.discovery import find_servers
-from megatron_a3po.rollout.launcher import keep_running
-from megatron_a3po.rollout.pool import ServerPool
-from megatron_a3po.rollout.registration import read_registrations, register, remove_ended
+from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.serving import launcher
+from megatron_a3po.serving.launcher import keep_running
+from megatron_a3po.serving.registry import read_registrations, register, remove_ended
 from tests.unit.scripted_server import ScriptedServer
 from tests.unit.test_launch_rollout_servers import Launch
-from tests.unit.test_registration import registration
+from tests.unit.test_registration import find, registration
 from tests.unit.test_rollout_server_process import is_running, wait_until
 
 
@@ -195,9 +194,9 @@ async def test_a_run_waits_also_for_a_folder_that_cannot_be_read(tmp_path: Path)
     folder, said = tmp_path / "servers", list[str]()
     block(folder)
     with pytest.raises(RolloutError, match=r"cannot be read: .*Not a directory"):
-        await find_servers(folder, 1, key=None, timeout_seconds=0.1, say=said.append)
+        await find(folder, 1, timeout_seconds=0.1, say=said.append)
     async with ScriptedServer() as server:
-        finding = asyncio.create_task(find_servers(folder, 1, key=None, timeout_seconds=60.0, say=said.append))
+        finding = asyncio.create_task(find(folder, 1, timeout_seconds=60.0, say=said.append))
         while len(said) < 2:
             await asyncio.sleep(0.01)
         free(folder)

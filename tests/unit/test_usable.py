@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_a3po.fleet.protocol import ServerInfo
+from megatron_a3po.fleet.requirements import Demands, unusable
 from megatron_a3po.rollout.building import stop_token_ids
-from megatron_a3po.rollout.protocol import ServerInfo
-from megatron_a3po.rollout.usable import Demands, unusable
 
 URL = "http://10.0.0.7:30000"
 

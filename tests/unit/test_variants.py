@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import transformers
 
-from megatron_a3po.config.families import SUPPORTED_ARCHITECTURES
-from megatron_a3po.config.variants import unbuilt_variants
+from megatron_a3po.preflight.families import SUPPORTED_ARCHITECTURES
+from megatron_a3po.preflight.variants import unbuilt_variants
 
 FAMILIES = [name.removesuffix("ForCausalLM") for name in SUPPORTED_ARCHITECTURES]
 LLAMA_3_1 = {

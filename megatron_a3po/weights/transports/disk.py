@@ -21,7 +21,7 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.receivers import Members, WeightReceivers
-from megatron_a3po.weights.signals import Signals
+from megatron_a3po.weights.store_messages import Signals
 
 FOLDER = "folder"
 """Signal of where owners write"""

@@ -11,17 +11,17 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.parallel.agreement import as_publish_error, on_rank_zero, problem_of
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import update_group_name
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.joining import join_as_first, meeting_place, open_store, wait_for_all
 from megatron_a3po.weights.plan import Plan, as_request
-from megatron_a3po.weights.problems import as_publish_error, on_rank_zero, problem_of
 from megatron_a3po.weights.receivers import Members, WeightReceivers
-from megatron_a3po.weights.signals import Signals
+from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.transports.rendezvous import join_as_first, meeting_place, open_store, wait_for_all
 
 _group_numbers = itertools.count()
 _LOOK_SECONDS = 0.01

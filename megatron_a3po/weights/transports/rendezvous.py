@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.processes import free_port
-from megatron_a3po.weights.signals import Signals
+from megatron_a3po.weights.store_messages import Signals
 
 _LOOK_SECONDS = 0.005
 """Between looks at what others say"""

@@ -32,10 +32,10 @@ from safetensors.torch import load_file
 from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.output import sync_tree
 from megatron_a3po.hf.safetensors_format import DamagedFile, read_header
-from megatron_a3po.runtime.durable import sync_folder, write_durably
+from megatron_a3po.runtime.files import sync_folder, write_durably
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
-from megatron_a3po.weights.delta import Delta, apply_delta
+from megatron_a3po.weights.transports.delta.encoding import Delta, apply_delta
 
 MODEL = "model"
 PUBLISHED = "published.json"

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.weights.delta_folder import PUBLISHED, Published, lock_local, make_local_folder, read_published
+from megatron_a3po.weights.transports.delta.folder import (
+    PUBLISHED,
+    Published,
+    lock_local,
+    make_local_folder,
+    read_published,
+)
 
 _FOLLOWERS = "followers"
 _POLL_SECONDS = 0.1

@@ -8,14 +8,17 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_a3po.hf.output import HfOutput
-from megatron_a3po.runtime.durable import write_durably
+from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.run_dir import FolderLock
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.delta_folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
-from megatron_a3po.weights.delta_followers import wait_for_followers
-from megatron_a3po.weights.delta_writer import OwnedShard, Written
-from megatron_a3po.weights.disk import (
+from megatron_a3po.weights.plan import Plan
+from megatron_a3po.weights.receivers import Members, WeightReceivers
+from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.transports.delta.folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
+from megatron_a3po.weights.transports.delta.followers import wait_for_followers
+from megatron_a3po.weights.transports.delta.writer import OwnedShard, Written
+from megatron_a3po.weights.transports.disk import (
     FOLDER,
     FileSettings,
     announced_folder,
@@ -23,9 +26,6 @@ from megatron_a3po.weights.disk import (
     shards_of,
     wait_for_bucket,
 )
-from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.receivers import Members, WeightReceivers
-from megatron_a3po.weights.signals import Signals
 
 
 class DeltaTransport:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron_a3po.hf.safetensors_format import TensorSpec, make_header
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
-from megatron_a3po.weights.delta import Delta, as_words, make_delta
-from megatron_a3po.weights.delta_folder import Change, PublishedShard, Whole, checksum
+from megatron_a3po.weights.transports.delta.encoding import Delta, as_words, make_delta
+from megatron_a3po.weights.transports.delta.folder import Change, PublishedShard, Whole, checksum
 
 
 class Written(BaseModel):
