@@ -12,8 +12,6 @@ from megatron_a3po.preflight.check_layout import rank_mistakes
 from megatron_a3po.preflight.check_model import model_mistakes
 from megatron_a3po.preflight.check_precision import precision_mistakes
 
-__all__ = ["Mistake", "find_mistakes"]
-
 
 def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
     """Everything that makes a well-formed configuration impossible to run on `world_size` ranks (None: unknown)."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_a3po.config.mistakes import Mistake, find_mistakes
+from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.config.yaml_files import parse_overrides, read_yaml, write_yaml
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.preflight.architecture import Architecture
+from megatron_a3po.preflight.check_run import find_mistakes
 from megatron_a3po.preflight.families import read_architecture
 
 
