@@ -41,7 +41,7 @@ def main(encoded: str, folder: str, device: Literal["cpu", "cuda"]) -> None:
 
 def _save_model(family: str, folder: Path, device: Literal["cpu", "cuda"]) -> None:
     if device == "cpu":
-        from tests.tiny_models import save_tiny_model
+        from tests.support.tiny_models import save_tiny_model
 
         save_tiny_model(family, folder)
     else:  # in shapes that its kernels take

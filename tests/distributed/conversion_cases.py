@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.launch import end_model_parallel, run_ranks
-from tests.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES
 
 _ONE_RANK = (1, 1)
 """Tensor- and pipeline-parallel sizes of a conversion, whatever the number of processes."""
@@ -59,7 +59,7 @@ def main(encoded: str, folder: str) -> None:
     from megatron.core import parallel_state
 
     from megatron_a3po.conversion.to_megatron import convert_to_megatron
-    from tests.tiny_models import save_tiny_model
+    from tests.support.tiny_models import save_tiny_model
 
     torch.set_num_threads(1)
     assert dist.group.WORLD is not None
@@ -84,7 +84,7 @@ def ranks_in_turn(encoded: str, folder: str) -> None:
     """As `main`, in one process that is each rank of a layout in turn."""
     del os.environ["MASTER_ADDR"]  # there is nobody to meet, however often the process groups are made
     from megatron_a3po.conversion.processes import start_processes
-    from tests.tiny_models import save_tiny_model
+    from tests.support.tiny_models import save_tiny_model
 
     processes = start_processes()
     from megatron.core.dist_checkpointing.validation import validate_sharding_integrity

@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_a3po.runtime.processes import free_port
 from tests.distributed.forks import Ended
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 RANK_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

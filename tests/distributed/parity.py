@@ -86,7 +86,7 @@ def _run_cases(encoded: str, folder: str) -> None:
     for case in [Case(**fields) for fields in json.loads(encoded)]:
         model_folder = Path(folder) / case.family
         if info.rank == 0 and not model_folder.exists():
-            from tests.tiny_models import save_tiny_model
+            from tests.support.tiny_models import save_tiny_model
 
             save_tiny_model(case.family, model_folder)
         dist.barrier()
@@ -134,7 +134,7 @@ def _compare(case: Case, folder: Path) -> Difference | None:
     from megatron_a3po.parallel.broadcast import broadcast_trajectories
     from megatron_a3po.runtime.timing import PhaseTimer
     from tests.distributed.plain_training import METRICS, PlainTrainer, checkpoint_tensors, random_batch
-    from tests.tiny_models import VOCAB_SIZE
+    from tests.support.tiny_models import VOCAB_SIZE
 
     config = configuration(case, folder)
     actor = build_actor(config, device=torch.device("cpu"), timer=PhaseTimer())

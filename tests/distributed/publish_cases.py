@@ -49,7 +49,7 @@ def changed_policy(case: Case, folder: Path) -> Any:
 
     from megatron_a3po.actor.fusions import detect_fusions
     from megatron_a3po.actor.model import build_model
-    from tests.tiny_models import save_tiny_model
+    from tests.support.tiny_models import save_tiny_model
 
     if dist.get_rank() == 0 and not folder.exists():
         save_tiny_model(case.family, folder)

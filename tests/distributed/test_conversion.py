@@ -15,7 +15,7 @@ from tests.distributed.conversion_cases import (
     run_conversions_in_turn,
 )
 from tests.distributed.launch import RANK_ENVIRONMENT, ROOT
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 LENGTHS = [13, 1, 24, 7, 16, 2]  # 63 tokens: one padding token makes them divisible by the tensor-parallel size
 

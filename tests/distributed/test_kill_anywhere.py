@@ -17,7 +17,7 @@ import pytest
 
 from megatron_a3po.runtime.manifest import check, file_names
 from tests.distributed.launch import RANK_ENVIRONMENT
-from tests.scripted_rollouts import make_model, scripted_server, settings
+from tests.support.scripted_rollouts import make_model, scripted_server, settings
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

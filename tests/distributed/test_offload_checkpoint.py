@@ -77,7 +77,7 @@ def _run_early(folder: str) -> None:
     init_distributed(info, "cpu", 60.0)
     model, saved = Path(folder) / DATA_PARALLEL.family, Path(folder) / "saved"
     if info.rank == 0:
-        from tests.tiny_models import save_tiny_model
+        from tests.support.tiny_models import save_tiny_model
 
         save_tiny_model(DATA_PARALLEL.family, model)
         saved.mkdir()

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import PUBLISHED, Case, change, changed_policy, encoded, expected_bytes
-from tests.tiny_models import save_tiny_model
-from tests.unit.receiver import Json, start_receiver
-from tests.unit.scripted_server import ScriptedServer, close_connection, refuse, success
-from tests.unit.test_publisher import UPDATE, serve
+from tests.support.receiver import Json, start_receiver
+from tests.support.scripted_server import ScriptedServer, close_connection, refuse, success
+from tests.support.tiny_models import save_tiny_model
+from tests.unit.weights.test_publisher import UPDATE, serve
 
 BUCKET_BYTES = 100_000
 
@@ -145,7 +145,7 @@ def _bodies_of_others(server: ScriptedServer) -> list[Json]:
 def _publish(cases: str, folder: str, urls: str) -> None:
     import torch.distributed as dist
 
-    from tests.unit.test_publisher import control
+    from tests.unit.weights.test_publisher import control
 
     _start()
     for case in [Case(**fields) for fields in json.loads(cases)]:
@@ -166,7 +166,7 @@ def _fail(folder: str, urls: str) -> None:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.processes import end_process
-    from tests.unit.test_publisher import control
+    from tests.unit.weights.test_publisher import control
 
     _start()
     case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})
@@ -192,7 +192,7 @@ def _lose_and_regain(folder: str, urls: str) -> None:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.processes import end_process
-    from tests.unit.test_publisher import control
+    from tests.unit.weights.test_publisher import control
 
     _start()
     case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})

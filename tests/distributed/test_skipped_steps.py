@@ -99,7 +99,7 @@ def _run_scenarios(folder: str) -> None:
     from megatron_a3po.parallel.broadcast import broadcast_trajectories
     from megatron_a3po.parallel.layout import RankInfo, init_distributed
     from tests.distributed.plain_training import random_batch
-    from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+    from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
     cpu.install()
     torch.set_num_threads(1)

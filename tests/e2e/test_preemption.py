@@ -15,7 +15,7 @@ import yaml
 from megatron_a3po.checkpoint.store import checkpoint_folders
 from megatron_a3po.runtime.manifest import check
 from tests.e2e.runs import alive, descendants, metrics, run_to_end, started, wait_until
-from tests.scripted_rollouts import make_model, scripted_server, settings
+from tests.support.scripted_rollouts import make_model, scripted_server, settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import Case, changed_policy, encoded
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import get, post, wait_until
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -168,7 +168,7 @@ def _publish_once(case: Case, path: Path, model: Any, urls: list[str], transport
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
-    from tests.unit.test_publisher import control
+    from tests.unit.weights.test_publisher import control
 
     publish = {"bucket_bytes": 100_000, "timeout_seconds": 60.0, "transport": transport, "fallback": False}
     config = configuration(Case(family=case.family, parallel=case.parallel, settings={"publish": publish}), path)

@@ -13,10 +13,10 @@ import pytest
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import Case, changed_policy
-from tests.documented_metrics import undocumented
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import ROOT, environment, get, post, wait_until
-from tests.tiny_models import save_tiny_model
+from tests.support.documented_metrics import undocumented
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,7 +63,7 @@ def _publish(folder: str, url: str) -> None:
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
-    from tests.unit.test_publisher import control
+    from tests.unit.weights.test_publisher import control
 
     cpu.install()
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_a3po.cpu.rollout_server import server_environment
 from tests.e2e.runs import ROOT, environment
-from tests.unit.test_publisher import control
+from tests.unit.weights.test_publisher import control
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.documented_metrics import undocumented
 from tests.e2e.runs import get, metrics, post, run_to_end, torchrun
+from tests.support.documented_metrics import undocumented
 
 pytestmark = pytest.mark.e2e
 

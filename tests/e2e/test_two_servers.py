@@ -11,8 +11,8 @@ import yaml
 
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from tests.e2e.runs import metrics, started, wait_until
-from tests.scripted_rollouts import DeterministicServer, make_model, scripted_server, settings
-from tests.unit.receiver import start_receiver
+from tests.support.receiver import start_receiver
+from tests.support.scripted_rollouts import DeterministicServer, make_model, scripted_server, settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -22,9 +22,9 @@ from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.group import UpdateGroups
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
-from tests.unit.receiver import Json, Receiver, start_receiver
-from tests.unit.scripted_server import ScriptedServer, close_connection, refuse
-from tests.unit.test_publisher import UPDATE, Named, OneRank, as_bytes, control, serve
+from tests.support.receiver import Json, Receiver, start_receiver
+from tests.support.scripted_server import ScriptedServer, close_connection, refuse
+from tests.unit.weights.test_publisher import UPDATE, Named, OneRank, as_bytes, control, serve
 
 Device = Literal["cuda", "cpu"]
 DEVICES = [

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.launch import ROOT
 from tests.gpu.environment import needs_gpus
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 pytestmark = needs_gpus(1)
 

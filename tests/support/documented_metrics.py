@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-_PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+from tests.support.paths import ROOT
+
+_PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 _FIRST_COLUMN = re.findall(r"^\| (`.*?`) \|", _PAGE, re.MULTILINE)
 DOCUMENTED = [name for cell in _FIRST_COLUMN for name in re.findall(r"`([^`]+)`", cell)]
 """Capital letters stand for what differs from run to run."""

@@ -13,11 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from megatron_a3po.fleet.event_loop import EventLoopThread
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
-from tests.unit.receiver import start_receiver
-from tests.unit.scripted_server import ScriptedServer, response
-
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+from tests.support.receiver import start_receiver
+from tests.support.scripted_server import ScriptedServer, response
+from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 
 class DeterministicServer(ScriptedServer):

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from tests.unit.receiver import Json, Receiver
+from tests.support.receiver import Json, Receiver
 
 Action = Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
 """What one call does instead of the usual."""

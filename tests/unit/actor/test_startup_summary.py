@@ -12,7 +12,7 @@ from megatron_a3po.config.yaml_files import parse_overrides
 from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.preflight.memory import estimate_memory, rank_parameters, readable_bytes, readable_count
-from tests.unit.test_estimate import GLM, QWEN3_8B
+from tests.unit.preflight.test_memory import GLM, QWEN3_8B
 
 TINY: dict[str, Any] = QWEN3_8B | {
     "hidden_size": 64,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_a3po.algorithm.loss import MAX_LOG_RATIO
 from megatron_a3po.types import Microbatch
-from tests.unit.objective_run import METHODS, SHAPES, VERSION, batch, objective, run, without
+from tests.support.objective_run import METHODS, SHAPES, VERSION, batch, objective, run, without
 
 
 def proximal_policy(method: str, theta: Tensor, b: Tensor, d: Tensor, recomputed: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_a3po.batching.packing import pack
 from megatron_a3po.types import Alignment
-from tests.unit.objective_run import (
+from tests.support.objective_run import (
     ADVANTAGES,
     EVERYTHING,
     METHODS,

@@ -14,8 +14,8 @@ from megatron_a3po.config import RunConfig
 from megatron_a3po.config.yaml_files import read_yaml
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.preflight.load import known_keys, load_config, to_yaml
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DESCRIPTION = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 32,

@@ -16,7 +16,7 @@ from megatron_a3po.config.server_key import read_server_key
 from megatron_a3po.errors import ConfigError, RolloutServerDied
 from megatron_a3po.fleet.client import KeyRefused, RequestRefused, SGLangClient, is_loopback
 from megatron_a3po.fleet.pool import ServerPool
-from tests.unit.scripted_server import Json, ScriptedServer
+from tests.support.scripted_server import Json, ScriptedServer
 
 KEY = "5ec2e7-of-this-run"
 

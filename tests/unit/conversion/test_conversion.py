@@ -25,7 +25,7 @@ from megatron_a3po.hf.quantize import dequantize_blockwise, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.served_precision import fp8_rule
 from tests.distributed.conversion_cases import differing_tensors
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.support.tiny_models import FAMILIES, save_tiny_model
 
 cpu.install()
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.own_process import in_own_process
-from tests.tiny_models import save_tiny_model
+from tests.support.own_process import in_own_process
+from tests.support.tiny_models import save_tiny_model
 
 
 def said_with_a_full_gpu(folder: Path) -> tuple[int, str]:

@@ -17,8 +17,8 @@ from megatron_a3po.fleet.lease import Lease
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request, labelled_version, version_label
 from megatron_a3po.fleet.publication import ServerControl
-from tests.unit.scripted_server import Json, ScriptedServer, answer, close_connection, response
-from tests.unit.test_collector import wait_until
+from tests.support.scripted_server import Json, ScriptedServer, answer, close_connection, response
+from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 LEASE_SECONDS = 2.0

@@ -11,10 +11,10 @@ from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Sampler, Sampling
-from tests.unit.receiver import Receiver
-from tests.unit.scripted_server import ScriptedServer, answer, response
-from tests.unit.test_collector import Digits, wait_until
-from tests.unit.test_publisher import (  # noqa: F401
+from tests.support.receiver import Receiver
+from tests.support.scripted_server import ScriptedServer, answer, response
+from tests.unit.rollout.test_collector import Digits, wait_until
+from tests.unit.weights.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,
     control,

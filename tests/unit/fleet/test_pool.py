@@ -16,7 +16,7 @@ from megatron_a3po.fleet.client import KEEP_ALIVE_SECONDS
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request
-from tests.unit.scripted_server import (
+from tests.support.scripted_server import (
     DEADLINE_SECONDS,
     PROMPT_SECONDS,
     Action,

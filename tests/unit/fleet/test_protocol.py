@@ -9,7 +9,7 @@ import torch
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.protocol import GenerateResponse, MetaInfo, ServerInfo, generate_request, to_trajectory
 from megatron_a3po.types import FinishReason, Trajectory
-from tests.unit.scripted_server import response
+from tests.support.scripted_server import response
 
 GOOD: dict[str, Any] = response(num_tokens=4, versions=["6", "7"], finish_reason="stop")
 

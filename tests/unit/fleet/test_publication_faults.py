@@ -19,8 +19,8 @@ from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.store_messages import Signals
 from megatron_a3po.weights.transports.group import UpdateGroups
-from tests.unit.receiver import Json, Receiver, start_receiver
-from tests.unit.scripted_server import (
+from tests.support.receiver import Json, Receiver, start_receiver
+from tests.support.scripted_server import (
     Action,
     ScriptedServer,
     after,
@@ -31,7 +31,7 @@ from tests.unit.scripted_server import (
     refuse_to_flush,
     success,
 )
-from tests.unit.test_publisher import (  # noqa: F401
+from tests.unit.weights.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,
     control,

@@ -19,7 +19,7 @@ from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.types import TrajectoryGroup
-from tests.unit.scripted_server import (
+from tests.support.scripted_server import (
     Action,
     Json,
     ScriptedServer,
@@ -29,7 +29,7 @@ from tests.unit.scripted_server import (
     refuse,
     response,
 )
-from tests.unit.test_collector import Digits, wait_until
+from tests.unit.rollout.test_collector import Digits, wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 StartPool = Callable[..., Awaitable[ServerPool]]

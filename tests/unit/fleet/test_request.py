@@ -19,8 +19,8 @@ from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet import request as asking_module
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
-from tests.unit.scripted_server import ScriptedServer, answer, close_connection, hang
-from tests.unit.test_collector import wait_until
+from tests.support.scripted_server import ScriptedServer, answer, close_connection, hang
+from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 SILENCE_SECONDS = 0.2

@@ -13,8 +13,8 @@ from megatron_a3po.fleet import lease as lease_module
 from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet import startup as connecting
 from megatron_a3po.fleet.pool import ServerPool
-from tests.unit.scripted_server import DEADLINE_SECONDS, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
-from tests.unit.test_collector import wait_until
+from tests.support.scripted_server import DEADLINE_SECONDS, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
+from tests.unit.rollout.test_collector import wait_until
 
 
 @pytest.fixture(autouse=True)

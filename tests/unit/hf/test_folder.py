@@ -20,8 +20,8 @@ from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.folder import HfFolder, UnusableFolder
 from megatron_a3po.hf.quantize import quantization_config, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import DTYPES, DamagedFile, read_header
-from tests.own_process import in_own_process, peak_growth
-from tests.tiny_models import save_tiny_model
+from tests.support.own_process import in_own_process, peak_growth
+from tests.support.tiny_models import save_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 FP8 = {"quantization_config": quantization_config()}

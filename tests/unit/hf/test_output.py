@@ -26,8 +26,8 @@ from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.quantize import quantization_config
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.hf.shards import Shard, plan_shards
-from tests.own_process import in_own_process, peak_growth
-from tests.tiny_models import save_tiny_model
+from tests.support.own_process import in_own_process, peak_growth
+from tests.support.tiny_models import save_tiny_model
 
 TENSORS = {f"layer.{index}": torch.arange(8.0) + index for index in range(5)}
 MAX_SHARD_BYTES = 64  # two of them

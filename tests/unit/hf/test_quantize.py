@@ -24,7 +24,7 @@ from megatron_a3po.hf.quantize import (
     quantization_config,
     quantize_blockwise,
 )
-from tests.tiny_models import FAMILIES, save_tiny_model
+from tests.support.tiny_models import FAMILIES, save_tiny_model
 
 E4M3 = [
     (2.0 ** (exponent - 7) * (1 + mantissa / 8) if exponent else 2.0**-6 * mantissa / 8)

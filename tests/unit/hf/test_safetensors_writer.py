@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.safetensors_format import DTYPES, TensorSpec, read_header
 from megatron_a3po.hf.safetensors_writer import GrowingSafetensorsWriter, SafetensorsWriter
-from tests.own_process import in_own_process, peak_growth
+from tests.support.own_process import in_own_process, peak_growth
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
 

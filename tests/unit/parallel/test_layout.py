@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from tests.own_process import in_own_process
+from tests.support.own_process import in_own_process
 
 SOFT, NEEDED = 128, 1600
 

@@ -15,8 +15,8 @@ from megatron_a3po.errors import ConfigError
 from megatron_a3po.preflight.check_algorithm import idle_keys
 from megatron_a3po.preflight.describe import describe_run
 from megatron_a3po.preflight.load import load_architecture, load_config
-from tests.unit.objective_run import METHODS, Result, batch, objective, run
-from tests.unit.test_config import file, model
+from tests.support.objective_run import METHODS, Result, batch, objective, run
+from tests.unit.config.test_config import file, model
 
 __all__ = ["file", "model"]
 

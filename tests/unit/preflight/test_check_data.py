@@ -32,7 +32,7 @@ def config(data: dict[str, Any], reward: dict[str, Any], **evaluation: Any) -> R
     return RunConfig(model=Path("m"), run_dir=Path("r"), num_steps=1, rollout=rollout, **sections)
 
 
-FUNCTIONS = "tests.unit.reward_functions"
+FUNCTIONS = "tests.support.reward_functions"
 TASK = {"task": "spell_backward"}
 FILE: dict[str, Any] = {"path": Path("train.jsonl")}
 
@@ -44,7 +44,7 @@ FILE: dict[str, Any] = {"path": Path("train.jsonl")}
         (TASK | {"size": 10, "prompt_pattern": "x"}, {"scorer": "task"}),
         (FILE, {}),
         (FILE | {"columns": "gsm8k"}, {"scorer": "math_exact"}),
-        (FILE | {"columns": {"prompt": "q"}}, {"scorer": "tests.unit.reward_functions:length"}),
+        (FILE | {"columns": {"prompt": "q"}}, {"scorer": "tests.support.reward_functions:length"}),
         (FILE | {"columns": {"prompt": "q"}}, {"scorer": "http://judge:8000/score"}),
         ({"path": Path("saved"), "split": "train"}, {}),
         (FILE, {"format_pattern": "<think>.*</think>", "format_penalty": 0.5, "length_penalty": 0.1}),

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from megatron_a3po.config import RunConfig
+from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.yaml_files import parse_overrides
 from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.check_layout import architecture_mistakes, token_multiple
-from megatron_a3po.preflight.check_run import Mistake, find_mistakes
+from megatron_a3po.preflight.check_run import find_mistakes
 from megatron_a3po.preflight.families import read_architecture
 
 DENSE: dict[str, Any] = {

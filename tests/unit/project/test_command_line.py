@@ -9,10 +9,10 @@ from megatron_a3po.__main__ import main
 from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.evaluate import evaluate
-from tests.unit.test_recipes import checkout as checkout
-from tests.unit.test_recipes import readable as readable
+from tests.support.paths import ROOT
+from tests.unit.project.test_recipes import checkout as checkout
+from tests.unit.project.test_recipes import readable as readable
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["plan", "--config", str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml")]
 
 

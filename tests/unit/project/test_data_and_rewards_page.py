@@ -16,8 +16,8 @@ from megatron_a3po.rewards import math_grader as answers
 from megatron_a3po.rewards.scorers import ScorerSpec
 from megatron_a3po.rewards.types import FailureKind, Sample
 from megatron_a3po.rewards.worker_pool import PoolSettings, RewardPool
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
 
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -15,9 +14,10 @@ from megatron_a3po.config.schema import ProximalMethod
 from megatron_a3po.preflight import families, variants
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.types import Microbatch
-from tests.unit.objective_run import METHODS, VERSION, batch, objective, run
+from tests.support.objective_run import METHODS, VERSION, batch, objective, run
+from tests.support.paths import ROOT
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -58,6 +58,6 @@ def test_a_dense_model_is_its_name_and_what_the_bridge_ignores(monkeypatch: pyte
 
 
 def test_the_files_that_it_names_are_there() -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
     for path in re.findall(r"\]\(\.\./([^)#]+)\)", PAGE) + re.findall(r"`(tests/[a-z_0-9/]+\.py)`", PAGE):
         assert (root / path).exists(), path

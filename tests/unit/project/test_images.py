@@ -14,9 +14,9 @@ from megatron_a3po.__main__ import _parser as run_parser
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.yaml_files import read_yaml
 from megatron_a3po.preflight.load import known_keys
+from tests.support.paths import ROOT
 from tools.launch_rollout_servers import _parser as launcher_parser
 
-ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ["trainer", "rollout"]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
 IN_IMAGE = "/opt/megatron_a3po"

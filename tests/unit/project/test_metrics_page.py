@@ -3,8 +3,8 @@
 from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective
 from megatron_a3po.config import RunConfig
 from megatron_a3po.rollout.evaluator import DatasetResult
-from tests.documented_metrics import DOCUMENTED, undocumented
-from tests.unit.test_operations_pages import texts_of_the_code
+from tests.support.documented_metrics import DOCUMENTED, undocumented
+from tests.unit.project.test_operations_pages import texts_of_the_code
 
 
 def test_what_the_objective_says_with_every_option_is_explained() -> None:

@@ -21,11 +21,11 @@ import pytest
 from megatron_a3po import node as node_module
 from megatron_a3po.errors import A3poError
 from megatron_a3po.node import Node, Recipe, run_node
-from tests.unit.test_recipes import checkout as checkout
-from tests.unit.test_recipes import readable as readable
-from tests.unit.test_recipes import write_math500
+from tests.support.paths import ROOT
+from tests.unit.project.test_recipes import checkout as checkout
+from tests.unit.project.test_recipes import readable as readable
+from tests.unit.project.test_recipes import write_math500
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Recipe(
     config=str(ROOT / "configs" / "qwen3_8b_dapo_math.yaml"),
     model="models/Qwen3-8B",

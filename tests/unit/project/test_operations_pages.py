@@ -10,8 +10,8 @@ import yaml
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.yaml_files import read_yaml
 from megatron_a3po.preflight.load import known_keys
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("production", "symptoms")}
 COMMANDS = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGES["production"], re.MULTILINE | re.DOTALL))
 

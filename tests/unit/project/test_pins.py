@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 LOCK = (ROOT / "requirements" / "gpu.lock").read_text(encoding="utf-8")
 LOCKED: dict[str, str] = dict(re.findall(r"^([a-z0-9._-]+)==(\S+)", LOCK, re.MULTILINE))

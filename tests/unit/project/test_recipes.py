@@ -20,10 +20,10 @@ from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.preflight.load import load_config
 from megatron_a3po.preflight.memory import estimate_memory
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("base", "tiny")))
-ARCHITECTURES = Path(__file__).parent / "architectures"
+ARCHITECTURES = ROOT / "tests" / "support" / "architectures"
 SERVED_IN_FP8 = ("qwen3_8b_dapo_math_fp8", "deepseek_v3_dapo_math")
 GIB = 2**30
 LEFT_FREE_GIB = 15

@@ -2,12 +2,12 @@
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import setuptools
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 REQUIREMENTS = ROOT / "requirements"
 
 

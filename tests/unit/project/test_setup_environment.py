@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 BASE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 PROGRAMS = (
     "awk bash cat cut date dirname df env find flock getconf grep head ln ls mkdir mktemp mv realpath rm sed sha256sum "

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_a3po.runtime.signals import PREEMPTED_EXIT_CODE
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "run_a3po.sbatch"
 TEXT = SCRIPT.read_text(encoding="utf-8")
 

@@ -17,6 +17,7 @@ from megatron_a3po.errors import DataError
 from megatron_a3po.prompts.dataset import DatasetFiles, DatasetLimits, load_dataset, load_evaluation
 from megatron_a3po.prompts.encoder import PromptEncoder
 from megatron_a3po.prompts.prompts import PromptSet
+from tests.support.paths import ROOT
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(20)]
 LIMITS: dict[str, Any] = {"max_prompt_tokens": 100, "vocab_size": 256, "max_bad_share": 0.0}
@@ -458,7 +459,7 @@ def test_a_gsm8k_solution_without_an_answer_is_bad(load: Callable[..., PromptSet
 
 def test_the_rows_of_a_large_dataset_are_not_in_memory() -> None:
     """tools/benchmark_dataset.py has the figures for a million."""
-    tool = Path(__file__).parents[2] / "tools" / "benchmark_dataset.py"
+    tool = ROOT / "tools" / "benchmark_dataset.py"
     run = subprocess.run([sys.executable, tool, "--rows", "60000"], capture_output=True, text=True, check=True)
     used = json.loads(run.stdout)
 

@@ -11,7 +11,7 @@ from megatron_a3po.config import DataConfig, EvaluationConfig, RolloutConfig, Ru
 from megatron_a3po.errors import DataError
 from megatron_a3po.prompts.load import load_prompts, longest_request
 from megatron_a3po.prompts.prompts import PromptSet
-from tests.unit.test_rollout_source import model  # noqa: F401
+from tests.unit.rollout.test_source import model  # noqa: F401
 
 POSITIONS, KEPT_BACK = 512, 6
 

@@ -19,8 +19,9 @@ from megatron_a3po.rewards import worker_pool as pool_module
 from megatron_a3po.rewards.scorers import ScorerSpec, TaskSpec
 from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample
 from megatron_a3po.rewards.worker_pool import PoolSettings, RewardPool
+from tests.support.paths import ROOT
 
-FUNCTIONS = "tests.unit.reward_functions"
+FUNCTIONS = "tests.support.reward_functions"
 LONG_SECONDS = 60.0
 """A deadline that no test means to reach."""
 
@@ -323,7 +324,7 @@ async def test_workers_and_what_they_started_end_with_the_process_that_started_t
     program, pids = tmp_path / "program.py", tmp_path / "pids"
     program.write_text(
         "import asyncio, os, sys\n"
-        "from tests.unit.test_reward_pool import FUNCTIONS, PoolSettings, RewardPool, ScorerSpec, Path, group\n"
+        "from tests.unit.rewards.test_worker_pool import FUNCTIONS, PoolSettings, RewardPool, ScorerSpec, Path, group\n"
         "async def main():\n"
         "    spec = ScorerSpec(scorer=FUNCTIONS + ':bad')\n"
         "    log = Path(sys.argv[1])\n"
@@ -335,7 +336,7 @@ async def test_workers_and_what_they_started_end_with_the_process_that_started_t
     )
     run = await asyncio.create_subprocess_exec(
         *(sys.executable, str(program), str(tmp_path / "log"), str(pids)),
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     while len(started := pids.read_text().split() if pids.exists() else []) < 3:
         assert run.returncode is None

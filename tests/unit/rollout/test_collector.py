@@ -21,7 +21,7 @@ from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.sampler import Sampler, Sampling
 from megatron_a3po.rollout.shaping import Shaping
 from megatron_a3po.types import Trajectory, TrajectoryGroup
-from tests.unit.scripted_server import (
+from tests.support.scripted_server import (
     DEADLINE_SECONDS,
     PROMPT_SECONDS,
     ScriptedServer,

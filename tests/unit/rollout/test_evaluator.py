@@ -17,7 +17,7 @@ from megatron_a3po.rollout.evaluator import Evaluator
 from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.sampler import Sampler, Sampling
 from megatron_a3po.rollout.shaping import Shaping
-from tests.unit.scripted_server import ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 LONG, SHORT = 5, 3
 DATASETS = {

@@ -16,8 +16,8 @@ from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
-from tests.unit.scripted_server import ScriptedServer
-from tests.unit.test_rollout_source import Run, import_tool
+from tests.support.scripted_server import ScriptedServer
+from tests.unit.rollout.test_source import Run, import_tool
 
 PROMPTS, GROUP_SIZE, STEPS, BROKEN = 3, 2, 4, 5
 
@@ -59,7 +59,7 @@ def config(tmp_path: Path, server: ScriptedServer) -> RunConfig:
             num_held_out=2,
         ),
         reward=RewardConfig(
-            scorer="tests.unit.reward_functions:wrong_for_odd_rows", max_failed_share=0.5, length_penalty=0.5
+            scorer="tests.support.reward_functions:wrong_for_odd_rows", max_failed_share=0.5, length_penalty=0.5
         ),
         rollout=RolloutConfig(servers=[server.url], prompts_per_step=PROMPTS, group_size=GROUP_SIZE, max_new_tokens=4),
     )
@@ -106,7 +106,7 @@ def test_groups_without_reward_are_left_out_and_counted_while_batches_stay_whole
 def test_a_reward_function_that_always_fails_ends_the_run_with_its_message(
     config: RunConfig, server: ScriptedServer, waiting: dist.ProcessGroup
 ) -> None:
-    reward = config.reward.model_copy(update={"scorer": "tests.unit.reward_functions:bad", "max_failed_share": 0.02})
+    reward = config.reward.model_copy(update={"scorer": "tests.support.reward_functions:bad", "max_failed_share": 0.02})
     with RolloutSource(
         config.model_copy(update={"reward": reward}), rank=0, waiting=waiting, timer=PhaseTimer()
     ) as source:

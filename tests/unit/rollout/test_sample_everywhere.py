@@ -12,8 +12,8 @@ from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import URGENT, Responses, Sampler, Sampling
-from tests.unit.scripted_server import ScriptedServer, hang, refuse
-from tests.unit.test_collector import Digits, wait_until
+from tests.support.scripted_server import ScriptedServer, hang, refuse
+from tests.unit.rollout.test_collector import Digits, wait_until
 
 PROMPTS = [Prompt(prompt_id=str(number), token_ids=(1, number + 2)) for number in range(7)]
 SAMPLING = Sampling(num_samples=8, max_new_tokens=512, temperature=0.7)

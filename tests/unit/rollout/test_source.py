@@ -25,7 +25,8 @@ from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
-from tests.unit.scripted_server import ScriptedServer
+from tests.support.paths import ROOT
+from tests.support.scripted_server import ScriptedServer
 
 PROMPTS, GROUP_SIZE, STALENESS, STEPS = 3, 2, 2, 5
 
@@ -51,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def import_tool() -> ModuleType:
     """Import the program, which is in no package."""
-    path = Path(__file__).parents[2] / "tools" / "make_tiny_model.py"
+    path = ROOT / "tools" / "make_tiny_model.py"
     spec = importlib.util.spec_from_file_location("make_tiny_model", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -113,7 +114,7 @@ def start(
             num_steps=num_steps,
             max_staleness=STALENESS,
             data=DataConfig(task="spell_backward", size=40, num_held_out=8),
-            reward=RewardConfig(scorer="tests.unit.reward_functions:length"),  # starts faster than the task's
+            reward=RewardConfig(scorer="tests.support.reward_functions:length"),  # starts faster than the task's
             rollout=RolloutConfig(
                 servers=[server.url],
                 prompts_per_step=PROMPTS,

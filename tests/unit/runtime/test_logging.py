@@ -7,8 +7,7 @@ import textwrap
 from pathlib import Path
 
 from megatron_a3po.runtime.logging import progress_line
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 def run(program: str, log_file: Path) -> subprocess.CompletedProcess[str]:

@@ -25,8 +25,8 @@ from megatron_a3po.runtime.run_dir import (
     refuse_used_run_dir,
     truncate_metrics,
 )
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIG = {
     "model": "models/tiny",
     "run_dir": "runs/a",

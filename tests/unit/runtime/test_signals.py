@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_a3po.runtime.signals import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import ctypes, os, signal, sys, time
 from megatron_a3po.runtime import signals

@@ -22,9 +22,9 @@ from megatron_a3po.serving import launcher
 from megatron_a3po.serving.launcher import KeptServer, check_host, keep_running, server_maker, share_gpus
 from megatron_a3po.serving.local_server import LocalServer
 from megatron_a3po.serving.registry import Registration, read_registrations
-from tests.unit.test_rollout_server_process import is_running, wait_until
+from tests.support.paths import ROOT
+from tests.unit.serving.test_local_server import is_running, wait_until
 
-ROOT = Path(__file__).parents[2]
 KEY = "5ec2e7-of-this-run"
 
 # Arguments: port, whether it asks for its key.

@@ -16,8 +16,7 @@ import pytest
 from megatron_a3po.runtime.keeper import group_members
 from megatron_a3po.serving import local_server as servers_module
 from megatron_a3po.serving.local_server import LocalServer
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 # A server whose child ignores SIGTERM; both write their process ids into the file named by the first argument.
 STUBBORN = """

@@ -18,8 +18,8 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.client import SGLangClient
 from megatron_a3po.serving.discovery import find_servers
 from megatron_a3po.serving.registry import Registration, deregister, read_registrations, register, remove_ended
-from tests.unit.scripted_server import ScriptedServer
-from tests.unit.test_server_key import KEY, asks_for_key
+from tests.support.scripted_server import ScriptedServer
+from tests.unit.config.test_server_key import KEY, asks_for_key
 
 
 def registration(url: str, *, host: str = "node7", process_id: int = 12) -> Registration:

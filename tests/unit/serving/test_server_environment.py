@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_a3po.serving.local_server import LocalServer
-from tests.unit.scripted_server import PROMPT_SECONDS
+from tests.support.scripted_server import PROMPT_SECONDS
 
 
 @pytest.mark.parametrize("gpus", [None, ["4", "5"]])

@@ -8,7 +8,7 @@ from megatron_a3po.config import DataConfig, PublishConfig, RolloutConfig, RunCo
 from megatron_a3po.preflight.check_run import find_mistakes
 from megatron_a3po.preflight.load import to_yaml
 from megatron_a3po.serving.local_server import server_arguments
-from tests.unit.test_server_key import KEY, write_key
+from tests.unit.config.test_server_key import KEY, write_key
 
 
 def config_of(publish: PublishConfig | None = None, **rollout: object) -> RunConfig:

@@ -18,10 +18,10 @@ from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.serving import launcher
 from megatron_a3po.serving.launcher import keep_running
 from megatron_a3po.serving.registry import read_registrations, register, remove_ended
-from tests.unit.scripted_server import ScriptedServer
-from tests.unit.test_launch_rollout_servers import Launch
-from tests.unit.test_registration import find, registration
-from tests.unit.test_rollout_server_process import is_running, wait_until
+from tests.support.scripted_server import ScriptedServer
+from tests.unit.serving.test_launcher import Launch
+from tests.unit.serving.test_local_server import is_running, wait_until
+from tests.unit.serving.test_registry import find, registration
 
 
 def block(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 def write_run(folder: Path, accuracy: float, figures: dict[str, Any] | None = None, **settings: Any) -> Path:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-TOOLS = Path(__file__).parents[2] / "tools"
+from tests.support.paths import ROOT
+
+TOOLS = ROOT / "tools"
 sys.path.insert(0, str(TOOLS))  # programs, in no package; one of them imports the others
 
 import make_tiny_model  # noqa: E402
@@ -19,7 +21,7 @@ import study_staleness as study  # noqa: E402
 from megatron_a3po.errors import ConfigError  # noqa: E402
 from megatron_a3po.prompts.encoder import PromptEncoder  # noqa: E402
 from megatron_a3po.prompts.tasks import load_task  # noqa: E402
-from tests.tiny_models import save_tiny_model  # noqa: E402
+from tests.support.tiny_models import save_tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from megatron_a3po.errors import ConfigError
 from megatron_a3po.preflight.load import load_config
 from megatron_a3po.prompts.encoder import PromptEncoder
 from megatron_a3po.prompts.tasks import load_task
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 def import_tool() -> ModuleType:

@@ -23,7 +23,8 @@ from megatron_a3po.weights.transports.delta.encoding import as_words
 from megatron_a3po.weights.transports.delta.folder import MODEL, PUBLISHED, Published, make_local_folder
 from megatron_a3po.weights.transports.delta.followers import follow, wait_for_followers
 from megatron_a3po.weights.transports.delta.writer import OwnedShard, Written
-from tests.unit.test_delta import changed, random_bytes
+from tests.support.paths import ROOT
+from tests.unit.weights.test_delta import changed, random_bytes
 
 BF16 = (
     TensorSpec(name="w", dtype=torch.bfloat16, shape=(300, 7)),
@@ -36,7 +37,6 @@ FP8 = (
 )
 SHARDS = (BF16, FP8)
 NUM_WORDS = [300 * 7 + 129, 12 + 258 + 5 * 257]
-ROOT = Path(__file__).parents[2]
 
 
 class Run:

@@ -23,10 +23,10 @@ from megatron_a3po.weights.transports.delta.folder import PUBLISHED, described_b
 from megatron_a3po.weights.transports.delta.followers import follow
 from megatron_a3po.weights.transports.delta.transport import DeltaTransport
 from megatron_a3po.weights.transports.disk import FileSettings
-from tests.unit.scripted_server import ScriptedServer, refuse
-from tests.unit.test_delta_folder import contents
-from tests.unit.test_publish_disk import FROM_DISK, model  # noqa: F401
-from tests.unit.test_publisher import OneRank, control, default_group, serve  # noqa: F401
+from tests.support.scripted_server import ScriptedServer, refuse
+from tests.unit.weights.test_delta_folder import contents
+from tests.unit.weights.test_publish_disk import FROM_DISK, model  # noqa: F401
+from tests.unit.weights.test_publisher import OneRank, control, default_group, serve  # noqa: F401
 
 
 @dataclass

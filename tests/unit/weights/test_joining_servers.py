@@ -7,9 +7,11 @@ import pytest
 
 from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.protocol import GenerateResponse
-from tests.unit.receiver import Receiver
-from tests.unit.scripted_server import refuse
-from tests.unit.test_publisher import (  # noqa: F401
+from tests.support.receiver import Receiver
+from tests.support.scripted_server import refuse
+from tests.unit.fleet.test_publication_faults import REQUEST, Run
+from tests.unit.serving.test_local_server import wait_until
+from tests.unit.weights.test_publisher import (  # noqa: F401
     OneRank,
     control,
     default_group,
@@ -20,8 +22,6 @@ from tests.unit.test_publisher import (  # noqa: F401
     serve,
     some_tensors,
 )
-from tests.unit.test_rollout_server_process import wait_until
-from tests.unit.test_server_faults import REQUEST, Run
 
 NOBODY = "http://127.0.0.1:1"
 

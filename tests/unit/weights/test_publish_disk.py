@@ -19,9 +19,9 @@ from megatron_a3po.weights.double_buffer import BucketPipeline
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.disk import DiskTransport, FileSettings
 from megatron_a3po.weights.transports.group import UpdateGroups
-from tests.unit.receiver import Receiver
-from tests.unit.scripted_server import refuse
-from tests.unit.test_publisher import (  # noqa: F401
+from tests.support.receiver import Receiver
+from tests.support.scripted_server import refuse
+from tests.unit.weights.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,
     control,

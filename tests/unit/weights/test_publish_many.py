@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.own_process import in_own_process
-from tests.unit.receiver import start_receiver
-from tests.unit.test_publisher import publishing, serve
+from tests.support.own_process import in_own_process
+from tests.support.receiver import start_receiver
+from tests.unit.weights.test_publisher import publishing, serve
 
 NUM_TENSORS = 40
 MEGABYTE = 1 << 20

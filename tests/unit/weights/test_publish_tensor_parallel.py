@@ -9,8 +9,8 @@ import pytest
 from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.publication import ServerControl
 from megatron_a3po.weights.verify_servers import check_servers
-from tests.unit.scripted_server import ScriptedServer, answer
-from tests.unit.test_publisher import control, serve
+from tests.support.scripted_server import ScriptedServer, answer
+from tests.unit.weights.test_publisher import control, serve
 
 Ranks = list[dict[str, str]]
 FIRST, SECOND = {"norm.weight": "00", "qkv_proj.weight": "aa"}, {"norm.weight": "00", "qkv_proj.weight": "bb"}

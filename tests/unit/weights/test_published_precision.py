@@ -11,8 +11,8 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.quantize import quantization_config
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.served_precision import fp8_rule, served_quantization
-from tests.unit.scripted_server import answer, refuse
-from tests.unit.test_publisher import control, serve
+from tests.support.scripted_server import answer, refuse
+from tests.unit.weights.test_publisher import control, serve
 
 URLS = ("http://a:1", "http://b:2")
 

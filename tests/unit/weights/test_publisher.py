@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,10 +26,10 @@ from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.shards import Holdings, Shard
 from megatron_a3po.weights.transports.group import UpdateGroups
-from tests.unit.receiver import Receiver, start_receiver
-from tests.unit.scripted_server import ScriptedServer, answer, hang, refuse
+from tests.support.paths import ROOT
+from tests.support.receiver import Receiver, start_receiver
+from tests.support.scripted_server import ScriptedServer, answer, hang, refuse
 
-ROOT = Path(__file__).parents[2]
 Named = list[tuple[str, Tensor]]
 UPDATE = "/update_weights_from_distributed"
 
@@ -454,7 +453,7 @@ def test_a_trainer_whose_publication_failed_ends_at_once(broken: str) -> None:
         import torch.distributed as dist
         from megatron_a3po.errors import PublishError
         from megatron_a3po.runtime.processes import end_process
-        from tests.unit.test_publisher import OneRank, control, large_tensors, make_publisher
+        from tests.unit.weights.test_publisher import OneRank, control, large_tensors, make_publisher
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
