@@ -30,6 +30,6 @@ WORKDIR /workspace
 
 # Servers that end are started again by the launcher; those that are ill are left out by the run.
 HEALTHCHECK --interval=60s --timeout=20s --start-period=600s --retries=3 \
-  CMD nvidia-smi -L > /dev/null && pgrep -f "[m]egatron_a3po.rollout.serve" > /dev/null
+  CMD nvidia-smi -L > /dev/null && pgrep -f "[m]egatron_a3po.serving.entrypoint" > /dev/null
 ENTRYPOINT ["python", "/opt/megatron_a3po/tools/launch_rollout_servers.py"]
 CMD ["--help"]
