@@ -29,19 +29,19 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
     info, timer = RankInfo.from_environment(), PhaseTimer()
     if info.rank == 0:
         claim_run_dir(config.run_dir, to_yaml(config), resume=config.resume != "none")
-    waiting = init_distributed(info, config.device, config.actor.collective_timeout_seconds)
-    checkpoints = CheckpointManager(config, waiting, timer)
+    gloo_group = init_distributed(info, config.device, config.actor.collective_timeout_seconds)
+    checkpoints = CheckpointManager(config, gloo_group, timer)
     resumed_step = checkpoints.choose()
     recorder = RunRecorder(config, rank=info.rank, timer=timer, resumed_step=resumed_step)
 
-    with RolloutSource(config, rank=info.rank, waiting=waiting, timer=timer, preemption=preemption) as rollouts:
+    with RolloutSource(config, rank=info.rank, gloo_group=gloo_group, timer=timer, preemption=preemption) as rollouts:
         recorder.message(f"run folder {config.run_dir}; building {info.world_size} actors")
         actor = build_actor(config, device=torch.device(config.device), timer=timer)
-        servers = rollouts.connect(recorder.message)
+        fleet = rollouts.connect(recorder.message)
         rollouts.restore(checkpoints.load(actor))
 
         model = actor.model
-        with build_publisher(config, model.chunks, model.groups, servers, waiting, timer=timer) as publisher:
+        with build_publisher(config, model.chunks, model.groups, fleet, gloo_group, timer=timer) as publisher:
 
             def publish() -> dict[str, float]:
                 published = publisher.publish(actor.version)

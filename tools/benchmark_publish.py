@@ -112,12 +112,12 @@ class DroppingServers:
     def counts(self) -> dict[str, float]:
         return {}
 
-    def muster(self, *, call_back: str) -> None: ...
-    def close_case(self) -> None: ...
+    def settle_members(self, *, call_back: str) -> None: ...
+    def mark_failed(self) -> None: ...
     def end_publication(self) -> None: ...
     def reject(self, problems: Mapping[str, str]) -> None: ...
     def confirm(self, version: int) -> None: ...
-    def forget_group(self, name: str) -> None: ...
+    def leave_stale_group(self, name: str) -> None: ...
     def pause(self) -> None: ...
     def begin(self, version: int) -> None: ...
     def end(self) -> None: ...
@@ -173,7 +173,7 @@ def run_rank(options: argparse.Namespace, folder: Path) -> None:
 
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    control = init_distributed(info, "cpu", 300.0)
+    gloo_group = init_distributed(info, "cpu", 300.0)
     config = RunConfig.model_validate(
         {
             "model": folder,
@@ -186,7 +186,7 @@ def run_rank(options: argparse.Namespace, folder: Path) -> None:
     )
     model = build_model(config, detect_fusions())
     servers = DroppingServers(options.servers) if info.rank == 0 else None
-    ways, details = make_ways(model, folder, servers, control)
+    ways, details = make_ways(model, folder, servers, gloo_group)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(options.repeats + 1):
         for way, work in ways.items():
@@ -204,7 +204,7 @@ def run_rank(options: argparse.Namespace, folder: Path) -> None:
 
 
 def make_ways(
-    model: Any, folder: Path, servers: DroppingServers | None, control: Any
+    model: Any, folder: Path, servers: DroppingServers | None, gloo_group: Any
 ) -> tuple[dict[str, Callable[[int], Any]], dict[str, Any]]:
     """Ways of publication by name, each to be called with a version; collective. And what is known about each."""
     from megatron_a3po.runtime.timing import PhaseTimer
@@ -213,13 +213,15 @@ def make_ways(
     from megatron_a3po.weights.transports.group import UpdateGroups
 
     def publisher(bucket_bytes: int, num_buffers: int = 2) -> WeightPublisher:
-        collector = WeightCollector(model.chunks, model.groups, folder, control, bucket_bytes=bucket_bytes)
+        collector = WeightCollector(model.chunks, model.groups, folder, gloo_group, bucket_bytes=bucket_bytes)
         groups = UpdateGroups(
-            collector.plan, servers, control, run_id="benchmark", backend="gloo", timeout_seconds=60.0
+            collector.plan, cast(Any, servers), gloo_group, run_id="benchmark", backend="gloo", timeout_seconds=60.0
         )
-        return WeightPublisher(collector, groups, servers, control, timer=PhaseTimer(), num_buffers=num_buffers)
+        return WeightPublisher(
+            collector, groups, cast(Any, servers), gloo_group, timer=PhaseTimer(), num_buffers=num_buffers
+        )
 
-    whole = WeightCollector(model.chunks, model.groups, folder, control, bucket_bytes=1 << 40).plan.nbytes
+    whole = WeightCollector(model.chunks, model.groups, folder, gloo_group, bucket_bytes=1 << 40).plan.nbytes
     publishers = {
         way: publisher(-(-whole // share), 1 if way == "no overlap" else 2) for way, share in SHARES.items()
     } | {"per tensor": publisher(1)}

@@ -27,8 +27,25 @@ _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 """What SGLang answers, with status 400, to an update that succeeded while requests ran"""
 
 
+type CallBack = Literal["none", "due", "all"]
+"""Which servers in quarantine shall take part again, if they answer: those whose time has come, or all"""
+type Recovery = Literal["done", "again", "failed"]
+"""After a failed attempt: those that are left hold the version, or another attempt makes sense, or none does"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Members:
+    """Who takes part in a publication."""
+
+    urls: list[str]
+    world_size: int
+    """of an update group: the sender and every rank of every server"""
+    number: int
+    """Another one when others take part than before, or a server that has left its groups meanwhile"""
+
+
 @dataclass(slots=True)
-class ServerControl:
+class Fleet:
     """Control calls to every server that takes part in publications, at once. Each raises RolloutError when a server
     fails, which then is in quarantine.
 
@@ -53,10 +70,10 @@ class ServerControl:
         return [server.url for server in self.pool.states.members]
 
     @property
-    def served(self) -> list[tuple[str, str, str | None]]:
+    def served_models(self) -> list[tuple[str, str, str | None]]:
         """URL, folder of the model and quantisation of every server, as it says itself; where the folder is not seen
         here, its tensors tell whether it is UNQUANTISED."""
-        return self.loop.run(self._served())
+        return self.loop.run(self._served_models())
 
     @property
     def membership(self) -> int:
@@ -68,16 +85,16 @@ class ServerControl:
         """The trainer's sender and every rank of every server."""
         return 1 + sum(self._tp_sizes())
 
-    def muster(self, *, call_back: Literal["none", "due", "all"]) -> None:
+    def settle_members(self, *, call_back: CallBack) -> None:
         """Before a publication is attempted: settle who takes part. call_back: from quarantine, those whose time has
         come, or all that answer. Raises RolloutError when they are too few."""
         self.loop.run(self._muster(call_back))
 
-    def close_case(self) -> None:
+    def mark_failed(self) -> None:
         """An attempt has failed: what fails now is its consequence."""
-        self.pool.case_closed = True
+        self.pool.has_failed = True
 
-    def recover(self, version: int) -> Literal["done", "again", "failed"]:
+    def recover(self, version: int) -> Recovery:
         """After a failed attempt: quarantine those that it has left speechless, free the others, and have those go on
         that hold a whole version. Returns "done" when all that are left hold `version`, "again" when somebody was to
         blame and enough are left, and "failed"."""
@@ -116,7 +133,7 @@ class ServerControl:
         """Returns at once: all ranks, the trainer's too, should leave together."""
         return self.loop.submit(self.pool.for_each(partial(recovery.leave_group, self.pool, name=name)))
 
-    def forget_group(self, name: str) -> None:
+    def leave_stale_group(self, name: str) -> None:
         """Leave a group that a run which died, or a publication that failed, may have left at a server."""
         leave = partial(recovery.leave_group, self.pool, name=name, timeout_seconds=GRACE_SECONDS)
         self.loop.run(self.pool.for_each(leave))
@@ -199,10 +216,10 @@ class ServerControl:
         self._change(self.pool.states.begin_update)
         self._post("/update_weight_version", label_request(unfinished_label(version, self.pool.run)))
 
-    async def _muster(self, call_back: Literal["none", "due", "all"]) -> None:
+    async def _muster(self, call_back: CallBack) -> None:
         states = self.pool.states
         states.begin_publication()
-        self.pool.case_closed = False
+        self.pool.has_failed = False
         self._unflushed.clear()
         if call_back != "none":
             for url in await self._find_urls():
@@ -226,7 +243,7 @@ class ServerControl:
         self._has_no_news = False
         return urls
 
-    async def _served(self) -> list[tuple[str, str, str | None]]:
+    async def _served_models(self) -> list[tuple[str, str, str | None]]:
         found = []
         for server in self.pool.states.members:
             if (info := server.info) is None:
@@ -237,7 +254,7 @@ class ServerControl:
             found.append((server.url, info.model_path, quantization))
         return found
 
-    async def _recover(self, version: int) -> Literal["done", "again", "failed"]:
+    async def _recover(self, version: int) -> Recovery:
         states = self.pool.states
         await recovery.undo_publication(self.pool, self._participants)
         if states.enough and all(server.is_whole and server.version == version for server in states.members):

@@ -34,7 +34,7 @@ async def undo_publication(pool: ServerPool, participants: Sequence[Server]) -> 
 
     Whoever does not answer to that goes into quarantine. Whoever holds parts of a version stays paused.
     """
-    pool.case_closed = True
+    pool.has_failed = True
 
     async def undo(server: Server) -> None:
         try:

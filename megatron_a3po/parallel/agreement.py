@@ -34,8 +34,8 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def on_rank_zero(work: Callable[[], Any], control: dist.ProcessGroup) -> Any:
-    """What `work` returns there, a JSON value, on every rank. Collective over `control`, the gloo group of all ranks.
+def on_rank_zero(work: Callable[[], Any], gloo_group: dist.ProcessGroup) -> Any:
+    """Return on every rank what `work` returns on rank 0, a JSON value. Collective over `gloo_group`, all ranks.
 
     Raises PublishError on all of them where it fails.
     """
@@ -45,18 +45,18 @@ def on_rank_zero(work: Callable[[], Any], control: dist.ProcessGroup) -> Any:
             value = work()
         except EXPECTED as error:
             problem = describe(error)
-    value, problem = broadcast_json([value, problem], control)
+    value, problem = broadcast_json([value, problem], gloo_group)
     if problem is not None:
         raise PublishError(problem)
     return value
 
 
-def on_all_ranks[T](work: Callable[[], T], control: dist.ProcessGroup) -> T:
+def on_all_ranks[T](work: Callable[[], T], gloo_group: dist.ProcessGroup) -> T:
     """What `work` returns on this rank. Collective, as above. Raises PublishError on every rank where it fails on one,
     which is named."""
     results: list[T] = []
     problem = problem_of(lambda: results.append(work()))
-    for rank, text in enumerate(gather_json(problem, control)):
+    for rank, text in enumerate(gather_json(problem, gloo_group)):
         if text is not None:
             raise PublishError(f"rank {rank}: {text}")
     return results[0]

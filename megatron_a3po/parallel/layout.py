@@ -47,9 +47,9 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    waiting = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
-    assert isinstance(waiting, dist.ProcessGroup)
-    return waiting
+    gloo_group = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+    assert isinstance(gloo_group, dist.ProcessGroup)
+    return gloo_group
 
 
 def _allow_open_files() -> None:

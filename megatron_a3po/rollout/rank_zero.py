@@ -19,7 +19,7 @@ from megatron_a3po.fleet.adopt_weights import adopt_weights
 from megatron_a3po.fleet.client import SGLangClient, is_loopback
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.prompts.load import load_prompts, load_tokenizer, longest_request
 from megatron_a3po.rewards.worker_pool import RewardPool
 from megatron_a3po.rollout.buffer import StalenessBuffer
@@ -72,7 +72,7 @@ class RankZeroRollouts:
     ) -> None:
         self._stack.close()
 
-    def connect(self, say: Callable[[str], None]) -> ServerControl:
+    def connect(self, say: Callable[[str], None]) -> Fleet:
         urls = self._loop.run(self._find_servers(say))
         self._loop.run(self._build(urls))
         self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
@@ -94,7 +94,7 @@ class RankZeroRollouts:
                     "and evaluation waits behind training",
                     server.url,
                 )
-        return ServerControl(
+        return Fleet(
             pool=self._pool,
             loop=self._loop,
             timeout_seconds=self._config.publish.timeout_seconds,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.parallel.broadcast import broadcast_trajectories
 from megatron_a3po.rollout.rank_zero import RankZeroRollouts
 from megatron_a3po.rollout.state import RolloutState
@@ -35,14 +35,14 @@ class RolloutSource:
         config: RunConfig,
         *,
         rank: int,
-        waiting: dist.ProcessGroup,
+        gloo_group: dist.ProcessGroup,
         timer: PhaseTimer,
         preemption: Preemption | None = None,
     ) -> None:
-        """`waiting`: the group in which ranks wait for rank 0, see `parallel.layout.init_distributed`."""
+        """`gloo_group`: the group in which ranks wait for rank 0, see `parallel.layout.init_distributed`."""
         self._config = config
         self._preemption = preemption or Preemption()
-        self._waiting = waiting
+        self._gloo_group = gloo_group
         self._timer = timer
         self._stack = ExitStack()
         self.stopped_by = 0
@@ -59,11 +59,11 @@ class RolloutSource:
     ) -> None:
         self._stack.close()
 
-    def connect(self, say: Callable[[str], None]) -> ServerControl | None:
+    def connect(self, say: Callable[[str], None]) -> Fleet | None:
         """Wait for the servers; what the publisher needs of them, on rank 0. Collective. `say` tells how it goes."""
-        control = self._rank0.connect(say) if self._rank0 is not None else None
-        dist.barrier(group=self._waiting)
-        return control
+        fleet = self._rank0.connect(say) if self._rank0 is not None else None
+        dist.barrier(group=self._gloo_group)
+        return fleet
 
     def state(self) -> RolloutState | None:
         """All that a resumed run needs of the rollouts at this moment; None on ranks other than 0.
@@ -107,7 +107,7 @@ class RolloutSource:
         while not is_complete and not self.stopped_by:
             waits = self._rank0 is not None and not self._rank0.is_batch_complete(_LOOK_SECONDS)
             seen = torch.tensor([waits, self._preemption.look()])
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._waiting)
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._gloo_group)
             is_complete, self.stopped_by = not seen[0], int(seen[1])
 
     def sample_fresh(self) -> list[Trajectory]:
@@ -139,7 +139,7 @@ class RolloutSource:
         return {f"dropped/{reason}": number for reason, number in dropped.items()}
 
     def _broadcast(self, trajectories: list[Trajectory] | None) -> list[Trajectory]:
-        return broadcast_trajectories(trajectories, self._waiting)
+        return broadcast_trajectories(trajectories, self._gloo_group)
 
     def ledger_counts(self) -> dict[str, Any]:
         return self._rank0.ledger.counts() if self._rank0 is not None else {}

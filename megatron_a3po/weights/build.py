@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_folder import has_megatron_weights
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.parallel.agreement import on_rank_zero
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.publisher import Transport, WeightPublisher
-from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.served_precision import Served, fp8_rule, served_quantization
 from megatron_a3po.weights.transports.delta.folder import described_by
 from megatron_a3po.weights.transports.delta.transport import DeltaTransport
@@ -30,72 +30,72 @@ def build_publisher(
     config: RunConfig,
     chunks: Sequence[torch.nn.Module],
     groups: Any,
-    receivers: WeightReceivers | None,
-    control: dist.ProcessGroup,
+    fleet: Fleet | None,
+    gloo_group: dist.ProcessGroup,
     *,
     timer: PhaseTimer,
 ) -> WeightPublisher:
-    """Collective. chunks: this rank's part of the policy; groups: Megatron's; receivers: the servers, on rank 0;
-    control: a gloo group of all ranks, in which they may wait for long. Raises PublishError on every rank."""
+    """Collective. chunks: this rank's part of the policy; groups: Megatron's; fleet: the servers, on rank 0;
+    gloo_group: a gloo group of all ranks, in which they may wait for long. Raises PublishError on every rank."""
     # Megatron decides when it is imported which device and which modules there are: the policy's builder sees to it.
     from megatron_a3po.weights.gather import WeightCollector
 
-    names, quantization = on_rank_zero(lambda: _names_and_quantization(config, receivers), control)
+    names, quantization = on_rank_zero(lambda: _names_and_quantization(config, fleet), gloo_group)
     collector = WeightCollector(
         chunks,
         groups,
         config.model,
-        control,
+        gloo_group,
         bucket_bytes=config.publish.bucket_bytes,
         expected_names=names,
         is_fp8=fp8_rule(quantization),
         timer=timer,
     )
     publish = config.publish
-    disk = _through_files(config, collector.plan, receivers, quantization)
+    disk = _through_files(config, collector.plan, fleet, quantization)
     if publish.transport == "disk":
-        return WeightPublisher(collector, disk, receivers, control, timer=timer)
+        return WeightPublisher(collector, disk, fleet, gloo_group, timer=timer)
     update_groups = UpdateGroups(
         collector.plan,
-        receivers,
-        control,
+        fleet,
+        gloo_group,
         # The same after a restart, which then finds what the run has left at the servers.
         run_id=hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:12],
         backend="gloo" if config.device == "cpu" else "nccl",
         timeout_seconds=publish.timeout_seconds,
     )
     fallback = disk if publish.fallback else None
-    return WeightPublisher(collector, update_groups, receivers, control, timer=timer, fallback=fallback)
+    return WeightPublisher(collector, update_groups, fleet, gloo_group, timer=timer, fallback=fallback)
 
 
 def _names_and_quantization(
-    config: RunConfig, receivers: WeightReceivers | None
+    config: RunConfig, fleet: Fleet | None
 ) -> tuple[list[str] | None, Mapping[str, Any] | None]:
     """On rank 0: the tensors of the model's own files, if there are any, and what the servers' config.json says of
     FP8."""
-    if receivers is None:
+    if fleet is None:
         return None, None
     names = None
     if not has_megatron_weights(config.model):
         folder = HfFolder.open(config.model)
         names = published_names(folder.names(), folder.config)
-    return names, served_quantization(_served(config, receivers))
+    return names, served_quantization(_served(config, fleet))
 
 
 def _folder(config: RunConfig) -> Path:
     return config.publish.folder or config.run_dir / "published"
 
 
-def _served(config: RunConfig, receivers: WeightReceivers) -> list[Served]:
+def _served(config: RunConfig, fleet: Fleet) -> list[Served]:
     """Of every server, with its model's folder as it is seen here."""
     return [
         (url, str(described_by(Path(model), _folder(config), config.publish.delta_folder)), quantization)
-        for url, model, quantization in receivers.served
+        for url, model, quantization in fleet.served_models
     ]
 
 
 def _through_files(
-    config: RunConfig, plan: Plan, receivers: WeightReceivers | None, quantization: Mapping[str, Any] | None
+    config: RunConfig, plan: Plan, fleet: Fleet | None, quantization: Mapping[str, Any] | None
 ) -> Transport:
     publish = config.publish
     settings = FileSettings(
@@ -106,9 +106,9 @@ def _through_files(
         timeout_seconds=publish.timeout_seconds,
     )
     if publish.delta_folder is None:
-        return DiskTransport(plan, receivers, settings)
+        return DiskTransport(plan, fleet, settings)
     followed = config.rollout.servers != "local"
-    return DeltaTransport(plan, receivers, settings, local=publish.delta_folder, followed=followed)
+    return DeltaTransport(plan, fleet, settings, local=publish.delta_folder, followed=followed)
 
 
 def published_names(names: Sequence[str], described: Mapping[str, Any]) -> list[str]:

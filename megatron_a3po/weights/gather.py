@@ -40,14 +40,14 @@ class WeightCollector:
         chunks: Sequence[torch.nn.Module],
         groups: ProcessGroupCollection,
         model: Path,
-        control: dist.ProcessGroup,
+        gloo_group: dist.ProcessGroup,
         *,
         bucket_bytes: int,
         expected_names: Sequence[str] | None = None,
         is_fp8: Callable[[TensorSpec], bool] = lambda _: False,
         timer: PhaseTimer | None = None,
     ) -> None:
-        """Collective. `control`: a gloo group of all ranks. `model`: folder of config.json.
+        """Collective. `gloo_group`: a gloo group of all ranks. `model`: folder of config.json.
 
         expected_names: the tensors of the model's own files, if there are any; a tied model whose files have an output
         layer is published with one. is_fp8: which tensors are published in FP8 with block-wise scales. Both equal on
@@ -60,12 +60,12 @@ class WeightCollector:
         assert isinstance(solo, dist.ProcessGroup)
         self._solo = solo
         with _as_one_rank(solo):
-            self._skeleton = on_all_ranks(lambda: build_skeleton(model), control)
+            self._skeleton = on_all_ranks(lambda: build_skeleton(model), gloo_group)
         known = {parameter.name for part in self._skeleton.parts for parameter in part.parameters}
         self._held = _local_tensors(chunks, known)
         mine = _describe(self._held, groups)
         self.device = next(iter(self._held.values())).device
-        everywhere = [Holdings.from_json(held) for held in gather_json(mine.to_json(), control)]
+        everywhere = [Holdings.from_json(held) for held in gather_json(mine.to_json(), gloo_group)]
         dtypes = {name: shard.dtype for held in everywhere for name, shard in held.shards.items()}
         names = {name for part in self._skeleton.parts for name in part.hf_names}
         self._copies_embedding = _OUTPUT_LAYER in (expected_names or ()) and _OUTPUT_LAYER not in names
@@ -74,12 +74,12 @@ class WeightCollector:
         if expected_names is not None:
             refuse_other_names(specs, expected_names)
         self.plan: Plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes)
-        refuse_different_digests(gather_json(self.plan.digest(), control))
+        refuse_different_digests(gather_json(self.plan.digest(), gloo_group))
         self._dtypes = {name: shard.dtype for name, shard in mine.shards.items()}
         if self.device.type == "cuda" and any(spec.dtype == FP8 for spec in self.plan.tensors):
             from megatron_a3po.hf.triton_quantize import check_kernel
 
-            on_all_ranks(lambda: check_kernel(self.device), control)
+            on_all_ranks(lambda: check_kernel(self.device), gloo_group)
 
     def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype], is_fp8: Callable[[TensorSpec], bool]) -> PartSpec:
         hollow = {

@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
+from megatron_a3po.fleet.publication import CallBack, Fleet, Members
 from megatron_a3po.parallel.agreement import EXPECTED, describe, problem_of
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
@@ -21,7 +22,6 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.double_buffer import BucketPipeline
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.receivers import CallBack, Members, WeightReceivers
 from megatron_a3po.weights.store_messages import Signals, Stopped
 from megatron_a3po.weights.verify_servers import check_servers
 
@@ -64,26 +64,26 @@ class Transport(Protocol):
 
 
 class WeightPublisher:
-    """On every rank; rank 0, which has the `receivers`, talks to the servers. A context manager."""
+    """On every rank; rank 0, which has the `fleet`, talks to the servers. A context manager."""
 
     def __init__(
         self,
         source: WeightSource,
         transport: Transport,
-        receivers: WeightReceivers | None,
-        control: dist.ProcessGroup,
+        fleet: Fleet | None,
+        gloo_group: dist.ProcessGroup,
         *,
         timer: PhaseTimer,
         fallback: Transport | None = None,
         num_buffers: int = 2,
     ) -> None:
-        """`control`: a gloo group of all ranks, in which they may wait for long. fallback: takes over when `transport`
-        has failed. num_buffers: with 1, a bucket is filled when the one before is sent."""
+        """gloo_group: all ranks, which may wait in it for long. fallback: takes over when `transport` has failed.
+        num_buffers: with 1, a bucket is filled when the one before is sent."""
         self._source = source
         self._transport = transport
         self._fallback = fallback
-        self._receivers = receivers
-        self._control = control
+        self._fleet = fleet
+        self._gloo_group = gloo_group
         self._timer = timer
         self._rank = dist.get_rank()
         self._owned = [bucket for bucket in source.plan.buckets if bucket.owner == self._rank]
@@ -124,11 +124,11 @@ class WeightPublisher:
                 self._transport, self._fallback = self._fallback, None
                 second = self._publish(version, call_back="none")
                 reason = f"{reason}; then: {second}" if second is not None else None
-        if self._receivers is not None:
-            self._receivers.end_publication()
+        if self._fleet is not None:
+            self._fleet.end_publication()
         if reason is not None:
             raise PublishError(f"version {version} was not published: {reason}")
-        counts = self._receivers.counts() if self._receivers is not None else {}
+        counts = self._fleet.counts() if self._fleet is not None else {}
         return {
             "published_bytes": float(self.plan.nbytes),
             "publish_buckets": float(len(self.plan.buckets)),
@@ -141,7 +141,7 @@ class WeightPublisher:
         reason = self._attempt(version, call_back)
         while reason is not None:
             self._transport.abandon()
-            recovery = broadcast_json(self._recover(version), self._control)
+            recovery = broadcast_json(self._recover(version), self._gloo_group)
             if recovery == "done":
                 return None
             if recovery == "failed":
@@ -152,17 +152,17 @@ class WeightPublisher:
 
     def _recover(self, version: int) -> str:
         """On rank 0."""
-        if self._receivers is None:
+        if self._fleet is None:
             return ""
         try:
-            return self._receivers.recover(version)
+            return self._fleet.recover(version)
         except EXPECTED:
             logger.exception("the servers could not be freed of version %d", version)
             return "failed"
 
     def _attempt(self, version: int, call_back: CallBack) -> str | None:
         """Why it failed, the same on every rank; None if it did not."""
-        members, reason = broadcast_json(self._muster(call_back), self._control)
+        members, reason = broadcast_json(self._muster(call_back), self._gloo_group)
         if reason is None:
             # Its errors are the same on all ranks.
             reason = problem_of(lambda: self._transport.prepare(Members(**members)))
@@ -171,35 +171,33 @@ class WeightPublisher:
         name = f"publication {next(_publications)}"
         signals, sending, announcing = (Signals(store, name) for store in self._stores)
         announcer = None
-        if self._receivers is not None:
+        if self._fleet is not None:
             announcer = in_background(partial(self._announce, version, announcing), "publication")
         self._send_own(signals, sending)
         if announcer is not None:
             announcer.result()
         reason = signals.stop_reason()
-        if reason is not None and self._receivers is not None:
+        if reason is not None and self._fleet is not None:
             # Before any rank leaves its group, which the servers will feel.
-            self._receivers.close_case()
-        reasons = gather_json(reason, self._control)
+            self._fleet.mark_failed()
+        reasons = gather_json(reason, self._gloo_group)
         for told in (signals, sending, announcing):
             told.forget()
         return next((text for text in reasons if text is not None), None)
 
     def _are_enough(self) -> bool:
         """Whether another way to the servers may help: those that have failed answer."""
-        _, reason = broadcast_json(self._muster("all"), self._control)
+        _, reason = broadcast_json(self._muster("all"), self._gloo_group)
         return reason is None
 
     def _muster(self, call_back: CallBack) -> tuple[dict[str, Any], str | None]:
         """On rank 0: who takes part, or why there are too few."""
-        receivers = self._receivers
-        if receivers is None:
+        fleet = self._fleet
+        if fleet is None:
             return {}, None
-        if (reason := problem_of(lambda: receivers.muster(call_back=call_back))) is not None:
+        if (reason := problem_of(lambda: fleet.settle_members(call_back=call_back))) is not None:
             return {}, reason
-        return asdict(
-            Members(urls=receivers.urls, world_size=receivers.group_world_size, number=receivers.membership)
-        ), None
+        return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership)), None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the present weights as they are published, on rank 0. To be gone through by every rank."""
@@ -240,16 +238,16 @@ class WeightPublisher:
             signals.stop(describe(error))
 
     def _announce(self, version: int, signals: Signals) -> None:
-        assert self._receivers is not None
+        assert self._fleet is not None
         try:
             self._transport.deliver(version, signals, self._timer)
             with self._timer.phase("publish/flush"):
-                self._receivers.flush()
+                self._fleet.flush()
             with self._timer.phase("publish/checksums"):
-                check_servers(self._receivers, version)
+                check_servers(self._fleet, version)
             with self._timer.phase("publish/resume"):
-                self._receivers.confirm(version)
-                self._receivers.resume()
+                self._fleet.confirm(version)
+                self._fleet.resume()
         except Stopped:
             pass
         except EXPECTED as error:

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.weights.receivers import WeightReceivers
+from megatron_a3po.fleet.publication import Fleet
 
 
-def check_servers(receivers: WeightReceivers, version: int) -> None:
+def check_servers(fleet: Fleet, version: int) -> None:
     """A 200 does not prove that a server loaded what it received; its label and equal checksums are evidence.
 
     Raises PublishError, and has servers that hold anything else rejected: of different weights, those that fewer
@@ -15,18 +15,18 @@ def check_servers(receivers: WeightReceivers, version: int) -> None:
     """
     wrong = {
         url: f"{url} holds weight version {label} after the publication of {version}"
-        for url, label in receivers.versions().items()
+        for url, label in fleet.versions().items()
         if label != str(version)
     }
-    _reject(receivers, wrong)
-    if len(receivers.urls) > 1:
-        _compare(receivers, version)
+    _reject(fleet, wrong)
+    if len(fleet.urls) > 1:
+        _compare(fleet, version)
 
 
-def _compare(receivers: WeightReceivers, version: int) -> None:
+def _compare(fleet: Fleet, version: int) -> None:
     # Servers of another tensor-parallel size hold other shards.
     by_size: dict[int, dict[str, list[dict[str, str]]]] = {}
-    for url, ranks in receivers.checksums().items():
+    for url, ranks in fleet.checksums().items():
         by_size.setdefault(len(ranks), {})[url] = ranks
     wrong: dict[str, str] = {}
     for servers in by_size.values():
@@ -38,7 +38,7 @@ def _compare(receivers: WeightReceivers, version: int) -> None:
                 wrong[url] = (
                     f"version {version}: {url} and {other} hold different weights {_difference(ranks, servers[other])}"
                 )
-    _reject(receivers, wrong)
+    _reject(fleet, wrong)
 
 
 def _held_by_most(servers: Mapping[str, list[dict[str, str]]]) -> list[dict[str, str]] | None:
@@ -61,7 +61,7 @@ def _difference(ranks: list[dict[str, str]], others: list[dict[str, str]]) -> st
     return f"in {len(names)} tensors, such as {', '.join(names[:3])}"
 
 
-def _reject(receivers: WeightReceivers, wrong: Mapping[str, str]) -> None:
+def _reject(fleet: Fleet, wrong: Mapping[str, str]) -> None:
     if wrong:
-        receivers.reject(wrong)
+        fleet.reject(wrong)
         raise PublishError("; ".join(wrong.values()))

@@ -79,9 +79,9 @@ def die_in_optimizer() -> None:
 
 
 def die_in_publish() -> None:
-    from megatron_a3po.fleet.publication import ServerControl
+    from megatron_a3po.fleet.publication import Fleet
 
-    wrap(ServerControl, "update", after=lambda _: NOW.publishing == KILLED_STEP and die())
+    wrap(Fleet, "update", after=lambda _: NOW.publishing == KILLED_STEP and die())
 
 
 def die_before_publish() -> None:

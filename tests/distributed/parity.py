@@ -212,10 +212,10 @@ def exported(actor: Any) -> dict[str, Any]:
 
         from megatron_a3po.weights.gather import WeightCollector
 
-        control = dist.new_group(backend="gloo")
-        assert isinstance(control, dist.ProcessGroup)
+        gloo_group = dist.new_group(backend="gloo")
+        assert isinstance(gloo_group, dist.ProcessGroup)
         model, folder = actor.model, actor._config.model
-        collector = WeightCollector(model.chunks, model.groups, folder, control, bucket_bytes=1 << 16)
+        collector = WeightCollector(model.chunks, model.groups, folder, gloo_group, bucket_bytes=1 << 16)
         actor._collector = collector
     return dict(collector.tensors())
 

@@ -53,10 +53,10 @@ def _collect_in_fp8(folder: str) -> None:
     case = Case(family="qwen3_moe", parallel={"tensor": 2, "pipeline": 2, "expert": 2})
     path = Path(folder) / case.family
     model = changed_policy(case, path)
-    control = dist.new_group(backend="gloo")
-    assert isinstance(control, dist.ProcessGroup)
+    gloo_group = dist.new_group(backend="gloo")
+    assert isinstance(gloo_group, dist.ProcessGroup)
     rule = fp8_rule(quantization_config(["lm_head"]))
-    collector = WeightCollector(model.chunks, model.groups, path, control, bucket_bytes=1 << 18, is_fp8=rule)
+    collector = WeightCollector(model.chunks, model.groups, path, gloo_group, bucket_bytes=1 << 18, is_fp8=rule)
     plan = collector.plan
     pieces = [sum(plan.parts[number].nbytes for number in piece) for bucket in plan.buckets for piece in bucket.pieces]
     with LiveBytes() as live:
@@ -113,9 +113,9 @@ def _collect(cases: str, folder: str) -> None:
     for case in [Case(**fields) for fields in json.loads(cases)]:
         path = Path(folder) / case.family
         model = changed_policy(case, path)
-        control = dist.new_group(backend="gloo")
-        assert isinstance(control, dist.ProcessGroup)
-        collector = WeightCollector(model.chunks, model.groups, path, control, bucket_bytes=SMALL_BUCKET)
+        gloo_group = dist.new_group(backend="gloo")
+        assert isinstance(gloo_group, dist.ProcessGroup)
+        collector = WeightCollector(model.chunks, model.groups, path, gloo_group, bucket_bytes=SMALL_BUCKET)
         found = {name: tensor.contiguous().numpy().tobytes() for name, tensor in collector.tensors()}
         if info.rank == 0:
             expected = expected_bytes(path)

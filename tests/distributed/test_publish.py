@@ -1,4 +1,4 @@
-"""Publication from several ranks to scripted servers, whose receivers are real ranks of the update groups."""
+"""Publication from several ranks to scripted servers, whose fleet are real ranks of the update groups."""
 
 import dataclasses
 import json
@@ -145,14 +145,14 @@ def _bodies_of_others(server: ScriptedServer) -> list[Json]:
 def _publish(cases: str, folder: str, urls: str) -> None:
     import torch.distributed as dist
 
-    from tests.unit.weights.test_publisher import control
+    from tests.unit.weights.test_publisher import fleet_of
 
     _start()
     for case in [Case(**fields) for fields in json.loads(cases)]:
         model = changed_policy(case, Path(folder) / case.family)
-        with control(*json.loads(urls)) as receivers:
+        with fleet_of(*json.loads(urls)) as fleet:
             config = _configuration(case, folder)
-            with _publisher(config, model, receivers) as publisher:
+            with _publisher(config, model, fleet) as publisher:
                 for version in range(2):
                     publisher.publish(version)
                     change(model)
@@ -166,7 +166,7 @@ def _fail(folder: str, urls: str) -> None:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.processes import end_process
-    from tests.unit.weights.test_publisher import control
+    from tests.unit.weights.test_publisher import fleet_of
 
     _start()
     case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})
@@ -178,10 +178,10 @@ def _fail(folder: str, urls: str) -> None:
         last_layer.weight = None
     _print_errors(lambda: _publisher(config, model, None))
     last_layer.weight = weight
-    with control(*json.loads(urls)) as receivers:
+    with fleet_of(*json.loads(urls)) as fleet:
 
         def publish() -> None:
-            with _publisher(config, model, receivers) as publisher:
+            with _publisher(config, model, fleet) as publisher:
                 publisher.publish(0)
 
         _print_errors(publish)
@@ -192,22 +192,22 @@ def _lose_and_regain(folder: str, urls: str) -> None:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.processes import end_process
-    from tests.unit.weights.test_publisher import control
+    from tests.unit.weights.test_publisher import fleet_of
 
     _start()
     case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})
     model = changed_policy(case, Path(folder) / case.family)
     first, second = json.loads(urls)
     with (
-        control(first, second, min_servers=1) as receivers,
-        _publisher(_configuration(case, folder), model, receivers) as publisher,
+        fleet_of(first, second, min_servers=1) as fleet,
+        _publisher(_configuration(case, folder), model, fleet) as publisher,
     ):
         for version in range(8):
             if version in (3, 6) and dist.get_rank() == 0:
-                receivers.reject({first: "a response was lost"})
+                fleet.reject({first: "a response was lost"})
             _print_errors(partial(publisher.publish, version), "published")
-            for server in receivers.pool.states.members:
-                receivers.pool.states.accept(server)
+            for server in fleet.pool.states.members:
+                fleet.pool.states.accept(server)
             change(model)
     end_process(0)  # a broadcast that nobody joins any more is left behind
 
@@ -231,16 +231,16 @@ def _configuration(case: Case, folder: str) -> Any:
     return configuration(dataclasses.replace(case, settings=case.settings | {"publish": publish}), path)
 
 
-def _publisher(config: Any, model: Any, receivers: Any) -> Any:
+def _publisher(config: Any, model: Any, fleet: Any) -> Any:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
 
-    control = dist.new_group(backend="gloo")
-    assert isinstance(control, dist.ProcessGroup)
-    mine = receivers if int(os.environ["RANK"]) == 0 else None
-    return build_publisher(config, model.chunks, model.groups, mine, control, timer=PhaseTimer())
+    gloo_group = dist.new_group(backend="gloo")
+    assert isinstance(gloo_group, dist.ProcessGroup)
+    mine = fleet if int(os.environ["RANK"]) == 0 else None
+    return build_publisher(config, model.chunks, model.groups, mine, gloo_group, timer=PhaseTimer())
 
 
 def _print_errors(work: Callable[[], object], message: str = "nothing was raised") -> None:

@@ -168,13 +168,13 @@ def _publish_once(case: Case, path: Path, model: Any, urls: list[str], transport
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
-    from tests.unit.weights.test_publisher import control
+    from tests.unit.weights.test_publisher import fleet_of
 
     publish = {"bucket_bytes": 100_000, "timeout_seconds": 60.0, "transport": transport, "fallback": False}
     config = configuration(Case(family=case.family, parallel=case.parallel, settings={"publish": publish}), path)
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    with control(*urls) as receivers:
-        mine = receivers if dist.get_rank() == 0 else None
+    with fleet_of(*urls) as fleet:
+        mine = fleet if dist.get_rank() == 0 else None
         with build_publisher(config, model.chunks, model.groups, mine, group, timer=PhaseTimer()) as publisher:
             publisher.publish(7)

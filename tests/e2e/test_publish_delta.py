@@ -63,7 +63,7 @@ def _publish(folder: str, url: str) -> None:
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
-    from tests.unit.weights.test_publisher import control
+    from tests.unit.weights.test_publisher import fleet_of
 
     cpu.install()
     torch.set_num_threads(1)
@@ -79,11 +79,9 @@ def _publish(folder: str, url: str) -> None:
 
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    with control(url) as receivers, _follower(folder, is_first) as follow_again:
+    with fleet_of(url) as fleet, _follower(folder, is_first) as follow_again:
         publishers = [
-            build_publisher(
-                config, model.chunks, model.groups, receivers if is_first else None, group, timer=PhaseTimer()
-            )
+            build_publisher(config, model.chunks, model.groups, fleet if is_first else None, group, timer=PhaseTimer())
             for config in (configured("deltas", delta_folder=f"{folder}/local"), configured("whole"))
         ]
         for version in VERSIONS:

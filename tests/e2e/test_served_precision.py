@@ -8,7 +8,7 @@ import pytest
 
 from megatron_a3po.cpu.rollout_server import server_environment
 from tests.e2e.runs import ROOT, environment
-from tests.unit.weights.test_publisher import control
+from tests.unit.weights.test_publisher import fleet_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -42,12 +42,12 @@ print(json.dumps([names(skipped, *model) for model in (blocks, plain, one_scale)
 
 
 def test_a_server_whose_folder_is_not_seen_here_shows_that_it_is_unquantised(server_url: str) -> None:
-    with control(server_url) as receivers:
-        (server,) = receivers.pool.states.servers
+    with fleet_of(server_url) as fleet:
+        (server,) = fleet.pool.states.servers
         assert server.info is not None
-        assert receivers.served == [(server_url, server.info.model_path, None)]
+        assert fleet.served_models == [(server_url, server.info.model_path, None)]
         server.info = server.info.model_copy(update={"model_path": "/nowhere"})
-        assert receivers.served == [(server_url, "/nowhere", "unquant")]
+        assert fleet.served_models == [(server_url, "/nowhere", "unquant")]
 
 
 def test_checksums_tell_of_no_scales_of_fp8_blocks_whose_weights_cannot_be_skipped() -> None:

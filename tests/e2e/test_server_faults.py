@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.serving.local_server import LocalServer
@@ -40,7 +40,7 @@ TEMPERATURE, LENGTH = 4.0, 220
 """Hot, so that responses rarely end before they are long."""
 
 
-class Control(ServerControl):
+class Control(Fleet):
     """Before the servers are told of the k-th bucket of a publication, from 1, `before[k]` happens, once."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -87,8 +87,8 @@ class Run:
         self.pool = self.loop.run(build())
         self.loop.run(self.pool.wait_ready(60.0), 90.0)
         self.watch = self.loop.submit(self.pool.watch())
-        self.receivers = Control(self.pool, self.loop, timeout_seconds=30.0)
-        self.publisher: WeightPublisher = make_publisher(self.weights, self.receivers, 30.0)
+        self.fleet = Control(self.pool, self.loop, timeout_seconds=30.0)
+        self.publisher: WeightPublisher = make_publisher(self.weights, self.fleet, 30.0)
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.prompt = Prompt(prompt_id="p", token_ids=tuple(tokenizer.encode("Spell this word backward: sun")))
         self.sampler = Sampler(

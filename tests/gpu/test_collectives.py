@@ -24,7 +24,7 @@ from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
 from tests.support.receiver import Json, Receiver, start_receiver
 from tests.support.scripted_server import ScriptedServer, close_connection, refuse
-from tests.unit.weights.test_publisher import UPDATE, Named, OneRank, as_bytes, control, serve
+from tests.unit.weights.test_publisher import UPDATE, Named, OneRank, as_bytes, fleet_of, serve
 
 Device = Literal["cuda", "cpu"]
 DEVICES = [
@@ -134,12 +134,12 @@ def _weights(where: torch.device | str, version: int) -> Named:
 def _join(device: Device) -> tuple[RankInfo, torch.device, dist.ProcessGroup]:
     """This rank, its device, and the group in which ranks wait."""
     info = RankInfo.from_environment()
-    waiting = init_distributed(info, device, 60.0)
-    return info, torch.device(device, info.local_rank) if device == "cuda" else torch.device("cpu"), waiting
+    gloo_group = init_distributed(info, device, 60.0)
+    return info, torch.device(device, info.local_rank) if device == "cuda" else torch.device("cpu"), gloo_group
 
 
 def exchange(device: Device) -> None:
-    info, where, waiting = _join(device)
+    info, where, gloo_group = _join(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         values = torch.arange(1000, device=where).remainder(100).to(dtype) + info.rank
         total = values.clone()
@@ -164,9 +164,9 @@ def exchange(device: Device) -> None:
     )
     assert (sums, maxima) == ([3.0], [1.0])
 
-    assert dist.get_backend(waiting) == "gloo"
+    assert dist.get_backend(gloo_group) == "gloo"
     said = [torch.zeros(1, dtype=torch.int64) for _ in range(WORLD_SIZE)]
-    dist.all_gather(said, torch.tensor([info.rank]), group=waiting)
+    dist.all_gather(said, torch.tensor([info.rank]), group=gloo_group)
     assert [int(rank) for rank in said] == list(range(WORLD_SIZE))
     if device == "cuda":
         assert all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()), "packs differ in length"
@@ -176,25 +176,25 @@ def exchange(device: Device) -> None:
 
 
 def publish_twice(device: Device, url: str) -> None:
-    _, where, waiting = _join(device)
-    with _publishing(url, where, waiting) as publish:
+    _, where, gloo_group = _join(device)
+    with _publishing(url, where, gloo_group) as publish:
         publish(1)
         publish(2)
     _say_that_all_is_well(where)
 
 
 def fail_and_publish(device: Device, url: str) -> None:
-    _, where, waiting = _join(device)
-    with _publishing(url, where, waiting) as publish:
+    _, where, gloo_group = _join(device)
+    with _publishing(url, where, gloo_group) as publish:
         _fail(publish, 1)
-    with _publishing(url, where, waiting) as publish:
+    with _publishing(url, where, gloo_group) as publish:
         publish(2)
     _say_that_all_is_well(where)
 
 
 def publish_and_fail(device: Device, url: str) -> None:
-    _, where, waiting = _join(device)
-    with _publishing(url, where, waiting, num_weights=1) as publish:
+    _, where, gloo_group = _join(device)
+    with _publishing(url, where, gloo_group, num_weights=1) as publish:
         publish(1)
         _fail(publish, 2)
     _say_that_all_is_well(where)
@@ -202,18 +202,18 @@ def publish_and_fail(device: Device, url: str) -> None:
 
 @contextmanager
 def _publishing(
-    url: str, where: torch.device, waiting: dist.ProcessGroup, *, num_weights: int | None = None
+    url: str, where: torch.device, gloo_group: dist.ProcessGroup, *, num_weights: int | None = None
 ) -> Iterator[Callable[[int], None]]:
     """A function that publishes the weights of a version as that version."""
     present = _weights(where, 0)[:num_weights]
     source = OneRank(lambda: present, bucket_bytes=1 << 20)
     source.device = where
     backend = "nccl" if where.type == "cuda" else "gloo"
-    with control(url) as receivers:
+    with fleet_of(url) as fleet:
         groups = UpdateGroups(
-            source.plan, receivers, waiting, run_id="test", backend=backend, timeout_seconds=TIMEOUT_SECONDS
+            source.plan, fleet, gloo_group, run_id="test", backend=backend, timeout_seconds=TIMEOUT_SECONDS
         )
-        with WeightPublisher(source, groups, receivers, waiting, timer=PhaseTimer()) as publisher:
+        with WeightPublisher(source, groups, fleet, gloo_group, timer=PhaseTimer()) as publisher:
 
             def publish(version: int) -> None:
                 present[:] = _weights(where, version)[:num_weights]

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.fleet.publication import Fleet, Members
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
 from megatron_a3po.hf.shards import Shard, shard_name
@@ -20,7 +21,6 @@ from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.store_messages import Signals
 
 FOLDER = "folder"
@@ -72,9 +72,9 @@ def lock_published(folder: Path) -> FolderLock:
 class DiskTransport:
     """On every rank. Each bucket is a file, which its owner writes; all owners and all servers must see the folder."""
 
-    def __init__(self, plan: Plan, receivers: WeightReceivers | None, settings: FileSettings) -> None:
-        """`receivers` on rank 0."""
-        self._receivers = receivers
+    def __init__(self, plan: Plan, fleet: Fleet | None, settings: FileSettings) -> None:
+        """`fleet` on rank 0."""
+        self._fleet = fleet
         self._settings = settings
         self._pause_first = settings.pause_first
         self.why_not = (
@@ -99,7 +99,7 @@ class DiskTransport:
 
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read the folder when all owners have written to it."""
-        assert self._receivers is not None
+        assert self._fleet is not None
         settings = self._settings
         self._lock = self._lock or lock_published(settings.folder)
         target = (settings.folder / f"version_{version:08d}").resolve()
@@ -107,7 +107,7 @@ class DiskTransport:
             target=target, source=settings.model, quantization_config=settings.quantization_config, replace=True
         )
         if self._pause_first:
-            self._receivers.pause()
+            self._fleet.pause()
             self._pause_first = False
         with timer.phase("publish/write"):
             output.begin(self._shards)
@@ -116,9 +116,9 @@ class DiskTransport:
                 wait_for_bucket(bucket, signals, settings)
             output.finish(self._shards)
         with timer.phase("publish/pause"):
-            self._receivers.pause()
+            self._fleet.pause()
         with timer.phase("publish/load"):
-            self._receivers.update_from_disk(str(target), str(version), settings.timeout_seconds)
+            self._fleet.update_from_disk(str(target), str(version), settings.timeout_seconds)
         for former in target.parent.glob("*version_*"):
             if former != target:
                 shutil.rmtree(former, ignore_errors=True)

@@ -11,6 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
+from megatron_a3po.fleet.publication import Fleet, Members
 from megatron_a3po.parallel.agreement import as_publish_error, on_rank_zero, problem_of
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
@@ -19,7 +20,6 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import update_group_name
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import Plan, as_request
-from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.store_messages import Signals
 from megatron_a3po.weights.transports.rendezvous import join_as_first, meeting_place, open_store, wait_for_all
 
@@ -46,22 +46,22 @@ class UpdateGroups:
     def __init__(
         self,
         plan: Plan,
-        receivers: WeightReceivers | None,
-        control: dist.ProcessGroup,
+        fleet: Fleet | None,
+        gloo_group: dist.ProcessGroup,
         *,
         run_id: str,
         backend: str,
         timeout_seconds: float,
     ) -> None:
-        """Collective. `receivers` on rank 0. `run_id` (rank 0's counts): part of the groups' names, so that no two runs
+        """Collective. `fleet` on rank 0. `run_id` (rank 0's counts): part of the groups' names, so that no two runs
         share one."""
         self._plan = plan
-        self._receivers = receivers
-        self._control = control
+        self._fleet = fleet
+        self._gloo_group = gloo_group
         self._timeout_seconds = timeout_seconds
         self._backend = backend
         self._rank = dist.get_rank()
-        self._run_id = broadcast_json(run_id, control)
+        self._run_id = broadcast_json(run_id, gloo_group)
         self._members: Members | None = None
         self._names: dict[int, str] = {}
         self._group: dist.ProcessGroup | None = None
@@ -76,13 +76,13 @@ class UpdateGroups:
         if members == self._members:
             return
         self._leave()
-        on_rank_zero(self._forget_groups, self._control)
+        on_rank_zero(self._forget_groups, self._gloo_group)
         self._members = members
         # A name cannot be used again in one process, so it carries a number.
         self._names = {owner: update_group_name(self._run_id, next(_group_numbers)) for owner in self._plan.owners}
         for owner in self._plan.owners:
             # One after the other, so that no two servers wait in different groups.
-            self._build(owner, members, self._control)
+            self._build(owner, members, self._gloo_group)
 
     def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         """On the owner: broadcast a bucket when it is its turn. Returns when all servers have received it."""
@@ -98,26 +98,26 @@ class UpdateGroups:
 
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have every server receive and load all buckets, each when its owner has it ready."""
-        assert self._receivers is not None
+        assert self._fleet is not None
         for bucket in self._plan.buckets:
             with timer.phase("publish/prepare"):
                 signals.wait_for(f"ready {bucket.number}", self._timeout_seconds, self._describe(bucket, "prepare"))
             if bucket.number == 0:
                 with timer.phase("publish/pause"):
-                    self._receivers.pause()
-                    self._receivers.begin(version)
+                    self._fleet.pause()
+                    self._fleet.begin(version)
             with timer.phase("publish/send"), as_publish_error(self._describe(bucket, "publish")):
                 self._announce(bucket, version, signals)
         with timer.phase("publish/finish"):
-            self._receivers.end()
+            self._fleet.end()
 
     def _announce(self, bucket: Bucket, version: int, signals: Signals) -> None:
-        assert self._receivers is not None
+        assert self._fleet is not None
         request = as_request(bucket, self._names[bucket.owner])
         # The version goes with the last bucket: before it, no server holds the new weights as a whole.
         last = bucket is self._plan.buckets[-1]
         request |= {"weight_version": str(version)} if last else {}
-        answer = self._receivers.update(request, self._timeout_seconds)
+        answer = self._fleet.update(request, self._timeout_seconds)
         signals.tell(f"go {bucket.number}")
         wait_for_all([answer], signals, self._timeout_seconds)
 
@@ -129,7 +129,7 @@ class UpdateGroups:
 
     def close(self) -> None:
         """All ranks, the servers' too, leave together."""
-        left = [self._receivers.destroy_group(name) for name in self._names.values()] if self._receivers else []
+        left = [self._fleet.destroy_group(name) for name in self._names.values()] if self._fleet else []
 
         def leave() -> None:
             if self._group is not None:
@@ -160,24 +160,24 @@ class UpdateGroups:
                 logger.debug("a group that was left: %s", problem)
 
     def _forget_groups(self) -> None:
-        if self._receivers is not None:
+        if self._fleet is not None:
             for name in self._names.values():
-                self._receivers.forget_group(name)
+                self._fleet.leave_stale_group(name)
 
     @property
     def _urls(self) -> str:
         return ", ".join(self._members.urls) if self._members is not None else "no server"
 
-    def _build(self, owner: int, members: Members, control: dist.ProcessGroup) -> None:
+    def _build(self, owner: int, members: Members, gloo_group: dist.ProcessGroup) -> None:
         place: list[Any] = []
         problem = None
         if self._rank == owner:
             problem = problem_of(lambda: place.extend(self._open(members.urls)))
-        problem, place = gather_json([problem, place], control)[owner]
+        problem, place = gather_json([problem, place], gloo_group)[owner]
         if problem is None:
             signals = Signals(c10d._get_default_store(), self._names[owner])
             problem = problem_of(lambda: self._join_together(owner, members, place, signals))
-            problem = next((text for text in gather_json(problem, control) if text is not None), None)
+            problem = next((text for text in gather_json(problem, gloo_group) if text is not None), None)
             signals.forget()
         if problem is not None:
             self._end_meeting()
@@ -191,7 +191,7 @@ class UpdateGroups:
         wait(joining, _LATE_SECONDS)
         self._store = None  # whoever still waits there fails, this rank's thread too
         wait(joining, _POLITE_SECONDS)
-        gather_json(None, self._control)
+        gather_json(None, self._gloo_group)
 
     def _open(self, urls: list[str]) -> tuple[str, int]:
         place = meeting_place(urls)
@@ -205,10 +205,10 @@ class UpdateGroups:
         name = self._names[owner]
         waiting: list[Future[Any]] = []
         try:
-            if self._receivers is not None:
+            if self._fleet is not None:
                 # A run that died and was resumed has left its group there.
-                self._receivers.forget_group(name)
-                waiting.append(self._receivers.create_group(name, address, port, self._backend, self._timeout_seconds))
+                self._fleet.leave_stale_group(name)
+                waiting.append(self._fleet.create_group(name, address, port, self._backend, self._timeout_seconds))
             if self._rank == owner:
                 join = partial(
                     join_as_first, name, (address, port), members.world_size, self._backend, self._timeout_seconds
@@ -217,8 +217,8 @@ class UpdateGroups:
                 waiting.append(self._built)
             wait_for_all(waiting, signals, self._timeout_seconds)
         except Exception as error:
-            if self._receivers is not None:
-                self._receivers.close_case()
+            if self._fleet is not None:
+                self._fleet.mark_failed()
             signals.stop(str(error) or type(error).__name__)
             raise
         if self._rank == owner and self._built is not None:

@@ -9,9 +9,9 @@ import pytest
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.adopt_weights import adopt_weights
 from megatron_a3po.fleet.protocol import generate_request
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from tests.support.scripted_server import ScriptedServer, answer
-from tests.unit.weights.test_publisher import control, serve
+from tests.unit.weights.test_publisher import fleet_of, serve
 
 MODEL = Path("models/x")
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
@@ -19,30 +19,30 @@ CONTINUE = "/continue_generation"
 
 
 @contextmanager
-def connected(*servers: ScriptedServer) -> Iterator[ServerControl]:
+def connected(*servers: ScriptedServer) -> Iterator[Fleet]:
     for server in servers:
         server.script("/server_info", answer({"model_path": str(MODEL), "enable_priority_scheduling": True}))
-    with control(*(server.url for server in servers)) as receivers:
-        receivers.loop.run(receivers.pool.wait_ready(5.0), 10.0)
-        yield receivers
+    with fleet_of(*(server.url for server in servers)) as fleet:
+        fleet.loop.run(fleet.pool.wait_ready(5.0), 10.0)
+        yield fleet
 
 
-def publish(receivers: ServerControl, version: int) -> None:
-    receivers.pause()
-    receivers.begin(version)
+def publish(fleet: Fleet, version: int) -> None:
+    fleet.pause()
+    fleet.begin(version)
     for body in ({}, {"weight_version": str(version)}):
-        receivers.update(body, 5.0).result(5.0)
-    receivers.end()
-    receivers.confirm(version)
-    receivers.resume()
+        fleet.update(body, 5.0).result(5.0)
+    fleet.end()
+    fleet.confirm(version)
+    fleet.resume()
 
 
-def adopt(receivers: ServerControl, model: Path = MODEL) -> str:
-    return receivers.loop.run(adopt_weights(receivers.pool, model), 10.0)
+def adopt(fleet: Fleet, model: Path = MODEL) -> str:
+    return fleet.loop.run(adopt_weights(fleet.pool, model), 10.0)
 
 
-def sampled(receivers: ServerControl) -> set[str]:
-    (response,) = receivers.loop.run(receivers.pool.generate(REQUEST), 10.0)
+def sampled(fleet: Fleet) -> set[str]:
+    (response,) = fleet.loop.run(fleet.pool.generate(REQUEST), 10.0)
     return {span.version for span in response.meta_info.weight_versions}
 
 
@@ -50,7 +50,7 @@ def test_a_server_whose_trainer_was_killed_between_buckets_is_not_sampled_from_u
     None
 ):
     with serve(None) as (server,):
-        with control(server.url) as killed:  # it has no lease, as if that had ended
+        with fleet_of(server.url) as killed:  # it has no lease, as if that had ended
             publish(killed, 5)
             killed.pause()
             killed.begin(6)
@@ -70,9 +70,9 @@ def test_a_server_whose_trainer_was_killed_between_buckets_is_not_sampled_from_u
 
 
 def test_before_a_server_reads_files_its_label_says_that_their_version_is_unfinished() -> None:
-    with serve(None) as (server,), control(server.url) as receivers:
-        publish(receivers, 5)
-        receivers.update_from_disk("folder", "6", 5.0)
+    with serve(None) as (server,), fleet_of(server.url) as fleet:
+        publish(fleet, 5)
+        fleet.update_from_disk("folder", "6", 5.0)
         labels = [body["new_version"] for body in server.bodies("/update_weight_version")]
         assert labels == ["unfinished 5", "unfinished 6"] and server.version == "6"
         paths = server.paths()
@@ -80,42 +80,42 @@ def test_before_a_server_reads_files_its_label_says_that_their_version_is_unfini
 
 
 def test_random_weights_that_nobody_has_published_to_are_no_model() -> None:
-    with serve(None) as (server,), connected(server) as receivers:
+    with serve(None) as (server,), connected(server) as fleet:
         server.load_format = "dummy"
         with pytest.raises(RolloutError, match=rf"{server.url} holds random weights.*let a training run publish"):
-            adopt(receivers)
-        assert server.version == "default" and receivers.counts()["servers_healthy"] == 0
+            adopt(fleet)
+        assert server.version == "default" and fleet.counts()["servers_healthy"] == 0
         # An update group brings weights, and leaves the format as it was.
-        publish(receivers, 3)
-        assert adopt(receivers) == "version 3"
+        publish(fleet, 3)
+        assert adopt(fleet) == "version 3"
 
 
 def test_weights_that_a_server_has_read_itself_are_version_zero() -> None:
-    with serve(None) as (server,), connected(server) as receivers:
-        assert adopt(receivers) == str(MODEL) and sampled(receivers) == {"0"}
+    with serve(None) as (server,), connected(server) as fleet:
+        assert adopt(fleet) == str(MODEL) and sampled(fleet) == {"0"}
 
 
 def test_another_folder_than_the_servers_were_started_from_is_not_evaluated_by_them(tmp_path: Path) -> None:
     served, trained, link = tmp_path / "served", tmp_path / "trained", tmp_path / "link"
     link.symlink_to(served)
-    with serve(None) as (server,), connected(server) as receivers:
+    with serve(None) as (server,), connected(server) as fleet:
         server.script("/server_info", answer({"model_path": str(served), "enable_priority_scheduling": True}))
-        receivers.loop.run(receivers.pool.for_each(receivers.pool.describe), 10.0)
+        fleet.loop.run(fleet.pool.for_each(fleet.pool.describe), 10.0)
         refusal = rf"{server.url} serves what.*'{served}'.*'{trained}'.*model={trained}.*evaluate model={served}"
         with pytest.raises(RolloutError, match=refusal):
-            adopt(receivers, trained)
-        assert receivers.counts()["servers_healthy"] == 0 and server.version == "default"
+            adopt(fleet, trained)
+        assert fleet.counts()["servers_healthy"] == 0 and server.version == "default"
 
-        assert adopt(receivers, link) == str(link) and sampled(receivers) == {"0"}
+        assert adopt(fleet, link) == str(link) and sampled(fleet) == {"0"}
         with pytest.raises(RolloutError, match=refusal):  # the evaluation has given it a label
-            adopt(receivers, trained)
-        publish(receivers, 4)
-        assert adopt(receivers, trained) == "version 4"
+            adopt(fleet, trained)
+        publish(fleet, 4)
+        assert adopt(fleet, trained) == "version 4"
 
 
 def test_servers_with_different_versions_are_no_model() -> None:
-    with serve(None, None) as servers, connected(*servers) as receivers:
-        publish(receivers, 3)
+    with serve(None, None) as servers, connected(*servers) as fleet:
+        publish(fleet, 3)
         servers[1].version = "4"
         with pytest.raises(RolloutError, match=r"do not hold the same weights.*: 3, .*: 4"):
-            adopt(receivers)
+            adopt(fleet)

@@ -16,7 +16,7 @@ from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.lease import Lease
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request, labelled_version, version_label
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from tests.support.scripted_server import Json, ScriptedServer, answer, close_connection, response
 from tests.unit.rollout.test_collector import wait_until
 
@@ -233,12 +233,12 @@ async def test_before_a_publication_a_run_that_stood_still_takes_its_server_anew
     async with ScriptedServer() as lonely:
         run = await start(FIRST, lonely.url, min_servers=1)
         leases = [one.lease for one in run.states.servers]
-        receivers = ServerControl(run, None, timeout_seconds=5.0)  # type: ignore[arg-type]
+        fleet = Fleet(run, None, timeout_seconds=5.0)  # type: ignore[arg-type]
         other = Lease(run.clients[0])
         stand_still(run, server, lonely)
         assert await other.take()
         before = len(server.calls)
-        await receivers._muster("none")
+        await fleet._muster("none")
         assert [out.url for out in run.states.quarantined] == [server.url]
         assert "another run that is alive" in str(run.states.quarantined[0].error)
         assert [lease.is_held for lease in leases] == [False, True] and other.is_held
@@ -259,16 +259,16 @@ async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_tim
     async with ScriptedServer() as lonely:
         run = await start(FIRST, lonely.url, min_servers=1)
         lease = run.states.servers[0].lease
-        receivers = ServerControl(run, None, timeout_seconds=60.0 if is_free_in_time else 0.5)  # type: ignore[arg-type]
+        fleet = Fleet(run, None, timeout_seconds=60.0 if is_free_in_time else 0.5)  # type: ignore[arg-type]
         server.scheduler_is_free.clear()
         lease._opened -= LEASE_SECONDS
-        muster = asyncio.create_task(receivers._muster("none"))
+        settle_members = asyncio.create_task(fleet._muster("none"))
         if is_free_in_time:
             await wait_until(lambda: "the publication waits for it" in caplog.text)
             await asyncio.sleep(0.5)
-            assert not muster.done() and run.states.quarantined == []
+            assert not settle_members.done() and run.states.quarantined == []
             server.scheduler_is_free.set()
-        await asyncio.wait_for(muster, 60.0)
+        await asyncio.wait_for(settle_members, 60.0)
         assert lease.is_held == is_free_in_time
         assert [out.url for out in run.states.quarantined] == ([] if is_free_in_time else [server.url])
         assert is_free_in_time or "publish.timeout_seconds = 0.5" in str(run.states.quarantined[0].error)

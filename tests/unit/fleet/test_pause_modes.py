@@ -17,9 +17,9 @@ from tests.unit.rollout.test_collector import Digits, wait_until
 from tests.unit.weights.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,
-    control,
     default_group,
     first_receiver,
+    fleet_of,
     forget_buffers,
     make_publisher,
     serve,
@@ -158,8 +158,8 @@ def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
     with serve(first_receiver) as (server,):
         server.script("/server_info", answer(IN_PLACE))
         with (
-            control(server.url, pause_mode=mode) as receivers,
-            make_publisher(OneRank(some_tensors, 120), receivers, 5.0) as publisher,
+            fleet_of(server.url, pause_mode=mode) as fleet,
+            make_publisher(OneRank(some_tensors, 120), fleet, 5.0) as publisher,
         ):
             publisher.publish(0)
         assert server.bodies("/pause_generation") == [{"mode": mode}]

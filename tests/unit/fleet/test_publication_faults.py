@@ -14,7 +14,7 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet import publication as control_module
 from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.protocol import generate_request
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.store_messages import Signals
@@ -34,9 +34,9 @@ from tests.support.scripted_server import (
 from tests.unit.weights.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,
-    control,
     default_group,
     first_receiver,
+    fleet_of,
     forget_buffers,
     large_tensors,
     make_publisher,
@@ -61,8 +61,8 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 class Run:
     """A publisher of one rank and its servers, of which one is enough."""
 
-    def __init__(self, servers: list[ScriptedServer], receivers: ServerControl, publisher: WeightPublisher) -> None:
-        self.servers, self.receivers, self.publisher = servers, receivers, publisher
+    def __init__(self, servers: list[ScriptedServer], fleet: Fleet, publisher: WeightPublisher) -> None:
+        self.servers, self.fleet, self.publisher = servers, fleet, publisher
 
     def publish(self, version: int) -> dict[str, float]:
         start = time.monotonic()
@@ -74,7 +74,7 @@ class Run:
     def sampled(self) -> tuple[set[str], set[int]]:
         """URLs of the servers that answer requests, and the version labels of what is accepted."""
         before = [len(server.bodies("/generate")) for server in self.servers]
-        responses = [self.receivers.loop.run(self.receivers.pool.generate(REQUEST), 10.0)[0] for _ in range(4)]
+        responses = [self.fleet.loop.run(self.fleet.pool.generate(REQUEST), 10.0)[0] for _ in range(4)]
         asked = {
             server.url
             for server, count in zip(self.servers, before, strict=True)
@@ -84,18 +84,18 @@ class Run:
 
     @property
     def quarantined(self) -> list[str]:
-        return [server.url for server in self.receivers.pool.states.quarantined]
+        return [server.url for server in self.fleet.pool.states.quarantined]
 
 
 @contextmanager
 def running(
-    *receivers: Receiver | None, large: bool = False, timeout_seconds: float = 15.0, min_servers: int = 1
+    *fleet: Receiver | None, large: bool = False, timeout_seconds: float = 15.0, min_servers: int = 1
 ) -> Iterator[Run]:
     """timeout_seconds: more than a resolver takes that does not answer; a TCPStore asks it for clients' names."""
     source = OneRank(large_tensors if large else some_tensors, 120)
     with (
-        serve(*receivers) as servers,
-        control(*(server.url for server in servers), min_servers=min_servers) as weight_receivers,
+        serve(*fleet) as servers,
+        fleet_of(*(server.url for server in servers), min_servers=min_servers) as weight_receivers,
         make_publisher(source, weight_receivers, timeout_seconds) as publisher,
     ):
         yield Run(servers, weight_receivers, publisher)
@@ -234,8 +234,8 @@ def test_a_refusal_of_the_first_of_many_buckets_ends_the_attempt_for_all_of_them
     tensors = [(f"t{number}", torch.full((4,), float(number))) for number in range(12)]
     with (
         serve(first_receiver, second_receiver) as servers,
-        control(*(server.url for server in servers), min_servers=1) as receivers,
-        make_publisher(OneRank(lambda: tensors, 16), receivers, 3.0) as publisher,
+        fleet_of(*(server.url for server in servers), min_servers=1) as fleet,
+        make_publisher(OneRank(lambda: tensors, 16), fleet, 3.0) as publisher,
     ):
         publisher.publish(0)
         servers[1].script(UPDATE, refuse(400, "unknown dtype"))
@@ -323,8 +323,8 @@ def test_with_too_few_servers_the_publication_is_an_error_that_names_them_all(
         servers[1].script(UPDATE, refuse(400, "unknown dtype"))
         with (
             pytest.raises(PublishError, match=rf"{servers[0].url}.*session is open.*{servers[1].url}.*unknown dtype"),
-            control(*(server.url for server in servers), min_servers=1) as receivers,
-            make_publisher(OneRank(some_tensors, 120), receivers, 3.0) as publisher,
+            fleet_of(*(server.url for server in servers), min_servers=1) as fleet,
+            make_publisher(OneRank(some_tensors, 120), fleet, 3.0) as publisher,
         ):
             publisher.publish(0)
         assert all(CONTINUE not in server.paths() for server in servers)
@@ -335,8 +335,8 @@ def test_after_a_failed_publication_only_servers_that_hold_a_whole_version_are_c
     second_receiver: Receiver,  # noqa: F811
 ) -> None:
     with serve(first_receiver, second_receiver) as servers:
-        with control(*(server.url for server in servers)) as receivers:
-            publisher = make_publisher(OneRank(some_tensors, 120), receivers, 3.0)
+        with fleet_of(*(server.url for server in servers)) as fleet:
+            publisher = make_publisher(OneRank(some_tensors, 120), fleet, 3.0)
             publisher.publish(0)
             servers[1].script("/begin_weight_update", refuse(400, "a session is open"))
             with pytest.raises(PublishError, match="a session is open"):
@@ -366,36 +366,36 @@ def left_groups(server: ScriptedServer) -> list[str]:
 
 def test_however_often_others_take_part_a_server_that_comes_back_leaves_only_what_it_may_be_in() -> None:
     with running(None, None) as run:
-        receivers, second = run.receivers, run.servers[1]
+        fleet, second = run.receivers, run.servers[1]
         for number in range(50):
-            receivers.create_group(f"group {number}", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
-            receivers.reject({second.url: "it holds other weights"})
+            fleet.create_group(f"group {number}", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+            fleet.reject({second.url: "it holds other weights"})
             before = len(left_groups(second))
-            receivers.muster(call_back="all")
+            fleet.settle_members(call_back="all")
             assert left_groups(second)[before:] == [f"group {number}"] and run.quarantined == []
-            receivers.forget_group(f"group {number}")
-        assert [server.groups for server in receivers.pool.states.servers] == [[], []]
-        receivers.create_group("the last", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
-        receivers.destroy_group("the last").result(10.0)
-        assert [server.groups for server in receivers.pool.states.servers] == [[], []]
+            fleet.leave_stale_group(f"group {number}")
+        assert [server.groups for server in fleet.pool.states.servers] == [[], []]
+        fleet.create_group("the last", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+        fleet.destroy_group("the last").result(10.0)
+        assert [server.groups for server in fleet.pool.states.servers] == [[], []]
 
 
 def test_a_server_that_was_too_stuck_to_leave_its_group_leaves_it_when_it_comes_back() -> None:
     with running(None, None) as run:
-        receivers, (first, second) = run.receivers, run.servers
-        receivers.muster(call_back="none")
-        receivers.create_group("group", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+        fleet, (first, second) = run.receivers, run.servers
+        fleet.settle_members(call_back="none")
+        fleet.create_group("group", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
         second.script(LEAVE, hang)
-        receivers.close_case()
-        assert receivers.recover(0) == "again"
+        fleet.mark_failed()
+        assert fleet.recover(0) == "again"
         assert run.quarantined == [second.url] and left_groups(first) == ["group"]
 
-        receivers.muster(call_back="all")
+        fleet.settle_members(call_back="all")
         assert run.quarantined == [second.url]
         second.script(LEAVE, refuse(400, "The group to be destroyed does not exist."))
-        receivers.muster(call_back="all")
+        fleet.settle_members(call_back="all")
         assert run.quarantined == [] and left_groups(second) == ["group"] * 3
         # Whoever answers that there is no such group is not told again.
-        receivers.reject({second.url: "it holds other weights"})
-        receivers.muster(call_back="all")
+        fleet.reject({second.url: "it holds other weights"})
+        fleet.settle_members(call_back="all")
         assert run.quarantined == [] and left_groups(second) == ["group"] * 3

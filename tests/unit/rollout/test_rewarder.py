@@ -23,7 +23,7 @@ PROMPTS, GROUP_SIZE, STEPS, BROKEN = 3, 2, 4, 5
 
 
 @pytest.fixture
-def waiting() -> Iterator[dist.ProcessGroup]:
+def gloo_group() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -66,17 +66,17 @@ def config(tmp_path: Path, server: ScriptedServer) -> RunConfig:
 
 
 def start(source: RolloutSource, server: ScriptedServer) -> Run:
-    control = source.connect(lambda message: None)
-    assert control is not None
-    run = Run(source, control, server)
+    fleet = source.connect(lambda message: None)
+    assert fleet is not None
+    run = Run(source, fleet, server)
     run.publish(0)
     return run
 
 
 def test_groups_without_reward_are_left_out_and_counted_while_batches_stay_whole(
-    config: RunConfig, server: ScriptedServer, waiting: dist.ProcessGroup
+    config: RunConfig, server: ScriptedServer, gloo_group: dist.ProcessGroup
 ) -> None:
-    with RolloutSource(config, rank=0, waiting=waiting, timer=PhaseTimer()) as source:
+    with RolloutSource(config, rank=0, gloo_group=gloo_group, timer=PhaseTimer()) as source:
         run = start(source, server)
         numbers = []
         for step in range(STEPS):
@@ -104,11 +104,11 @@ def test_groups_without_reward_are_left_out_and_counted_while_batches_stay_whole
 
 
 def test_a_reward_function_that_always_fails_ends_the_run_with_its_message(
-    config: RunConfig, server: ScriptedServer, waiting: dist.ProcessGroup
+    config: RunConfig, server: ScriptedServer, gloo_group: dist.ProcessGroup
 ) -> None:
     reward = config.reward.model_copy(update={"scorer": "tests.support.reward_functions:bad", "max_failed_share": 0.02})
     with RolloutSource(
-        config.model_copy(update={"reward": reward}), rank=0, waiting=waiting, timer=PhaseTimer()
+        config.model_copy(update={"reward": reward}), rank=0, gloo_group=gloo_group, timer=PhaseTimer()
     ) as source:
         start(source, server)
         with pytest.raises(RewardError, match=r"3 of the last 100 groups got no reward \(3 reward_error\).*KeyError"):

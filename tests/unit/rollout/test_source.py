@@ -20,7 +20,7 @@ from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunCon
 from megatron_a3po.errors import DataError, VersionError
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.protocol import version_label
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
 from megatron_a3po.runtime.signals import Preemption
@@ -32,7 +32,7 @@ PROMPTS, GROUP_SIZE, STALENESS, STEPS = 3, 2, 2, 5
 
 
 @pytest.fixture(scope="module")
-def waiting() -> Iterator[dist.ProcessGroup]:
+def gloo_group() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -73,15 +73,15 @@ def server() -> Iterator[ScriptedServer]:
 class Run:
     """One life of a run on rank 0, as the training loop lives it, without a trainer."""
 
-    def __init__(self, source: RolloutSource, control: ServerControl, server: ScriptedServer) -> None:
-        self.source, self.control, self.server = source, control, server
+    def __init__(self, source: RolloutSource, fleet: Fleet, server: ScriptedServer) -> None:
+        self.source, self.fleet, self.server = source, fleet, server
         self.version = 0
 
     def publish(self, version: int) -> None:
         self.version = version
-        self.control.pool.states.begin_update()
-        self.server.version = version_label(version, self.control.pool.run)
-        self.control.confirm(version)
+        self.fleet.pool.states.begin_update()
+        self.server.version = version_label(version, self.fleet.pool.run)
+        self.fleet.confirm(version)
         self.source.set_version(version)
 
     def step(self) -> list[str]:
@@ -99,7 +99,7 @@ class Run:
 
 @pytest.fixture
 def start(
-    model: Path, server: ScriptedServer, tmp_path: Path, waiting: dist.ProcessGroup
+    model: Path, server: ScriptedServer, tmp_path: Path, gloo_group: dist.ProcessGroup
 ) -> Callable[..., AbstractContextManager[Run]]:
     @contextmanager
     def start(
@@ -123,11 +123,11 @@ def start(
                 max_concurrent_groups=5,
             ),
         )
-        with RolloutSource(config, rank=0, waiting=waiting, timer=PhaseTimer(), preemption=preemption) as source:
-            control = source.connect(lambda message: None)
-            assert control is not None
+        with RolloutSource(config, rank=0, gloo_group=gloo_group, timer=PhaseTimer(), preemption=preemption) as source:
+            fleet = source.connect(lambda message: None)
+            assert fleet is not None
             source.restore(state)
-            run = Run(source, control, server)
+            run = Run(source, fleet, server)
             restored = state.version if state is not None else 0
             run.publish(restored if version is None else version)
             yield run
@@ -241,9 +241,9 @@ def test_a_run_does_not_go_on_with_other_prompts_than_those_of_its_checkpoint(
         pass
 
 
-def test_other_ranks_have_no_state_and_take_none(model: Path, waiting: dist.ProcessGroup, tmp_path: Path) -> None:
+def test_other_ranks_have_no_state_and_take_none(model: Path, gloo_group: dist.ProcessGroup, tmp_path: Path) -> None:
     config = RunConfig(model=model, run_dir=tmp_path, num_steps=1, data=DataConfig(task="spell_backward"))
-    with RolloutSource(config, rank=1, waiting=waiting, timer=PhaseTimer()) as source:
+    with RolloutSource(config, rank=1, gloo_group=gloo_group, timer=PhaseTimer()) as source:
         source.restore(None)
         source.set_version(7)
         assert source.state() is None

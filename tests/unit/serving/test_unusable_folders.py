@@ -14,7 +14,7 @@ import pytest
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.serving import launcher
 from megatron_a3po.serving.launcher import keep_running
 from megatron_a3po.serving.registry import read_registrations, register, remove_ended
@@ -215,17 +215,17 @@ async def test_a_publication_goes_on_without_news_of_servers_and_tells_it_once(
         def find_urls() -> list[str]:
             return [item.url for item in read_registrations(folder)]
 
-        receivers = ServerControl(pool, None, timeout_seconds=5.0, find_urls=find_urls)  # type: ignore[arg-type]
-        await receivers._muster("due")
+        fleet = Fleet(pool, None, timeout_seconds=5.0, find_urls=find_urls)  # type: ignore[arg-type]
+        await fleet._muster("due")
         block(folder)
         for _ in range(2):
-            await receivers._muster("due")
+            await fleet._muster("due")
         assert [member.url for member in pool.states.members] == [server.url]
         free(folder)
         register(folder, registration(newcomer.url))
-        await receivers._muster("due")
+        await fleet._muster("due")
         block(folder)
-        await receivers._muster("due")
+        await fleet._muster("due")
         assert [member.url for member in pool.states.members] == [server.url, newcomer.url]
         await pool.close()
     warnings = [record.getMessage() for record in caplog.records if "come since are not found" in record.getMessage()]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
@@ -26,7 +26,7 @@ from megatron_a3po.weights.transports.disk import FileSettings
 from tests.support.scripted_server import ScriptedServer, refuse
 from tests.unit.weights.test_delta_folder import contents
 from tests.unit.weights.test_publish_disk import FROM_DISK, model  # noqa: F401
-from tests.unit.weights.test_publisher import OneRank, control, default_group, serve  # noqa: F401
+from tests.unit.weights.test_publisher import OneRank, default_group, fleet_of, serve  # noqa: F401
 
 
 @dataclass
@@ -76,15 +76,15 @@ def publishing(model: Path, *, followed: bool = False, number: int = 1) -> Itera
     group = dist.group.WORLD
     assert group is not None
     folder, local = model.parent / "published", model.parent / "local"
-    with serve(*[None] * number) as servers, control(*(server.url for server in servers), min_servers=1) as receivers:
-        publisher = through_deltas(source, receivers, folder, model, local, followed)
+    with serve(*[None] * number) as servers, fleet_of(*(server.url for server in servers), min_servers=1) as fleet:
+        publisher = through_deltas(source, fleet, folder, model, local, followed)
         with publisher:
             yield Setting(publisher, servers, weights, folder, local, failing)
 
 
 def through_deltas(
     source: OneRank,
-    receivers: ServerControl,
+    fleet: Fleet,
     folder: Path,
     model: Path,  # noqa: F811
     local: Path,
@@ -93,8 +93,8 @@ def through_deltas(
     group = dist.group.WORLD
     assert group is not None
     settings = FileSettings(folder=folder, model=model, timeout_seconds=10.0)
-    transport = DeltaTransport(source.plan, receivers, settings, local=local, followed=followed)
-    return WeightPublisher(source, transport, receivers, group, timer=PhaseTimer())
+    transport = DeltaTransport(source.plan, fleet, settings, local=local, followed=followed)
+    return WeightPublisher(source, transport, fleet, group, timer=PhaseTimer())
 
 
 def test_servers_read_folders_that_are_made_of_few_written_bytes(model: Path) -> None:  # noqa: F811

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.double_buffer import BucketPipeline
@@ -24,9 +24,9 @@ from tests.support.scripted_server import refuse
 from tests.unit.weights.test_publisher import (  # noqa: F401
     UPDATE,
     OneRank,
-    control,
     default_group,
     first_receiver,
+    fleet_of,
     forget_buffers,
     second_receiver,
     serve,
@@ -45,19 +45,17 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def through_disk(
-    source: OneRank, receivers: ServerControl, model: Path, *, after_group: bool = False
-) -> WeightPublisher:
+def through_disk(source: OneRank, fleet: Fleet, model: Path, *, after_group: bool = False) -> WeightPublisher:
     group = dist.group.WORLD
     assert group is not None
     settings = FileSettings(
         folder=model.parent / "published", model=model, pause_first=after_group, timeout_seconds=10.0
     )
-    disk = DiskTransport(source.plan, receivers, settings)
+    disk = DiskTransport(source.plan, fleet, settings)
     if not after_group:
-        return WeightPublisher(source, disk, receivers, group, timer=PhaseTimer())
-    groups = UpdateGroups(source.plan, receivers, group, run_id="disk", backend="gloo", timeout_seconds=15.0)
-    return WeightPublisher(source, groups, receivers, group, timer=PhaseTimer(), fallback=disk)
+        return WeightPublisher(source, disk, fleet, group, timer=PhaseTimer())
+    groups = UpdateGroups(source.plan, fleet, group, run_id="disk", backend="gloo", timeout_seconds=15.0)
+    return WeightPublisher(source, groups, fleet, group, timer=PhaseTimer(), fallback=disk)
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -70,8 +68,8 @@ def read(folder: Path) -> dict[str, Tensor]:
 def test_every_server_is_told_of_a_folder_with_the_models_tensors_and_only_the_last_one_is_kept(model: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in some_tensors()}
     source = OneRank(lambda: list(weights.items()), 120)
-    with serve(None, None) as servers, control(*(server.url for server in servers)) as receivers:
-        with through_disk(source, receivers, model) as publisher:
+    with serve(None, None) as servers, fleet_of(*(server.url for server in servers)) as fleet:
+        with through_disk(source, fleet, model) as publisher:
             for version in range(3):
                 for tensor in weights.values():
                     tensor.fill_(version)
@@ -100,18 +98,18 @@ def test_every_server_is_told_of_a_folder_with_the_models_tensors_and_only_the_l
 
 
 def test_a_server_that_cannot_read_the_folder_is_an_error_with_its_words(model: Path) -> None:
-    with serve(None) as (server,), control(server.url) as receivers:
+    with serve(None) as (server,), fleet_of(server.url) as fleet:
         server.script(FROM_DISK, refuse(400, "no such folder"))
         with (
             pytest.raises(PublishError, match=rf"version 0.*{server.url}.*no such folder"),
-            through_disk(OneRank(some_tensors, 1000), receivers, model) as publisher,
+            through_disk(OneRank(some_tensors, 1000), fleet, model) as publisher,
         ):
             publisher.publish(0)
         assert "/continue_generation" not in server.paths()
 
 
 def test_a_second_run_on_the_folder_is_refused_until_the_first_has_ended(model: Path) -> None:
-    with serve(None, None) as servers, control(servers[0].url) as ours, control(servers[1].url) as others:
+    with serve(None, None) as servers, fleet_of(servers[0].url) as ours, fleet_of(servers[1].url) as others:
         with through_disk(OneRank(some_tensors, 1000), ours, model) as first:
             first.publish(7)
             second = through_disk(OneRank(some_tensors, 1000), others, model)
@@ -133,10 +131,10 @@ def test_after_a_failed_group_weights_go_through_files_and_stay_there(
     source = OneRank(lambda: tensors, 120)
     with (
         serve(first_receiver, second_receiver) as servers,
-        control(*(server.url for server in servers)) as receivers,
+        fleet_of(*(server.url for server in servers)) as fleet,
     ):
         servers[1].script(UPDATE, refuse(400, "partially updated"), calls=range(2, 3))
-        with through_disk(source, receivers, model, after_group=True) as publisher:
+        with through_disk(source, fleet, model, after_group=True) as publisher:
             publisher.publish(0)
             publisher.publish(1)
         paths, versions = servers[0].paths(), [server.version for server in servers]
@@ -165,12 +163,12 @@ def test_after_a_failed_group_weights_go_through_files_and_stay_there(
 
 
 def test_when_both_ways_fail_the_error_tells_of_both(model: Path, first_receiver: Receiver) -> None:  # noqa: F811
-    with serve(first_receiver) as (server,), control(server.url) as receivers:
+    with serve(first_receiver) as (server,), fleet_of(server.url) as fleet:
         server.script(UPDATE, refuse(400, "partially updated"))
         server.script(FROM_DISK, refuse(400, "no such folder"))
         with (
             pytest.raises(PublishError, match=r"(?s)version 0.*partially updated.*no such folder"),
-            through_disk(OneRank(some_tensors, 120), receivers, model, after_group=True) as publisher,
+            through_disk(OneRank(some_tensors, 120), fleet, model, after_group=True) as publisher,
         ):
             publisher.publish(0)
 
@@ -188,10 +186,10 @@ def test_weights_that_cannot_be_converted_are_an_error_and_the_rest_is_collected
     source = Broken(lambda: [(f"t{number}", torch.ones(4)) for number in range(6)], 16)
     group = dist.group.WORLD
     assert group is not None
-    with serve(None) as (server,), control(server.url) as receivers:
+    with serve(None) as (server,), fleet_of(server.url) as fleet:
         settings = FileSettings(folder=model.parent / "published", model=model, timeout_seconds=10.0)
-        disk = DiskTransport(source.plan, receivers, settings)
-        publisher = WeightPublisher(source, disk, receivers, group, timer=PhaseTimer(), num_buffers=num_buffers)
+        disk = DiskTransport(source.plan, fleet, settings)
+        publisher = WeightPublisher(source, disk, fleet, group, timer=PhaseTimer(), num_buffers=num_buffers)
         with pytest.raises(PublishError, match="w is not finite"):
             publisher.publish(0)
         assert source.filled == list(range(6))
@@ -209,9 +207,9 @@ def test_an_owner_that_does_not_get_on_is_an_error_that_names_it_and_the_bucket(
     source = Stuck(lambda: [(f"t{number}", torch.ones(4)) for number in range(3)], 16)
     group = dist.group.WORLD
     assert group is not None
-    with serve(None) as (server,), control(server.url) as receivers:
+    with serve(None) as (server,), fleet_of(server.url) as fleet:
         folder = model.parent / "published"
-        disk = DiskTransport(source.plan, receivers, FileSettings(folder=folder, model=model, timeout_seconds=1.0))
+        disk = DiskTransport(source.plan, fleet, FileSettings(folder=folder, model=model, timeout_seconds=1.0))
         deliver = disk.deliver
 
         def deliver_until_it_stops(*arguments: Any) -> None:
@@ -222,7 +220,7 @@ def test_an_owner_that_does_not_get_on_is_an_error_that_names_it_and_the_bucket(
 
         disk.deliver = deliver_until_it_stops  # type: ignore[method-assign]
         with pytest.raises(PublishError, match=rf"rank 0 could not write bucket t1 to {folder}: not within 1 s"):
-            WeightPublisher(source, disk, receivers, group, timer=PhaseTimer()).publish(0)
+            WeightPublisher(source, disk, fleet, group, timer=PhaseTimer()).publish(0)
         assert FROM_DISK not in server.paths()
 
 

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.weights.verify_servers import check_servers
 from tests.support.scripted_server import ScriptedServer, answer
-from tests.unit.weights.test_publisher import control, serve
+from tests.unit.weights.test_publisher import fleet_of, serve
 
 Ranks = list[dict[str, str]]
 FIRST, SECOND = {"norm.weight": "00", "qkv_proj.weight": "aa"}, {"norm.weight": "00", "qkv_proj.weight": "bb"}
 
 
 @contextmanager
-def servers_of(*ranks: Ranks) -> Iterator[tuple[list[ScriptedServer], ServerControl]]:
+def servers_of(*ranks: Ranks) -> Iterator[tuple[list[ScriptedServer], Fleet]]:
     """One server for each list of checksums, with as many tensor-parallel ranks."""
     with serve(*[None] * len(ranks)) as servers:
         for server, checksums in zip(servers, ranks, strict=True):
@@ -25,16 +25,16 @@ def servers_of(*ranks: Ranks) -> Iterator[tuple[list[ScriptedServer], ServerCont
             server.version = "3"
             server.script("/server_info", answer({"tp_size": len(checksums), "enable_priority_scheduling": True}))
             server.script("/weights_checker", answer({"success": True, "message": "", "ranks": answered}))
-        with control(*(server.url for server in servers)) as receivers:
-            yield servers, receivers
+        with fleet_of(*(server.url for server in servers)) as fleet:
+            yield servers, fleet
 
 
 def test_every_rank_of_every_server_has_a_place_of_its_own_in_the_group() -> None:
-    with servers_of([FIRST, SECOND], [FIRST], [FIRST, SECOND, SECOND]) as (servers, receivers):
-        receivers.create_group("weights", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
+    with servers_of([FIRST, SECOND], [FIRST], [FIRST, SECOND, SECOND]) as (servers, fleet):
+        fleet.create_group("weights", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
 
         bodies = [server.bodies("/init_weights_update_group") for server in servers]
-        assert receivers.group_world_size == 7
+        assert fleet.group_world_size == 7
         assert [(body["rank_offset"], body["world_size"]) for (body,) in bodies] == [(1, 7), (3, 7), (4, 7)]
 
 
@@ -47,23 +47,23 @@ def test_every_rank_of_every_server_has_a_place_of_its_own_in_the_group() -> Non
     ids=json.dumps,
 )
 def test_servers_whose_ranks_hold_the_same_pass(ranks: list[Ranks]) -> None:
-    with servers_of(*ranks) as (_, receivers):
-        check_servers(receivers, 3)
+    with servers_of(*ranks) as (_, fleet):
+        check_servers(fleet, 3)
 
 
 @pytest.mark.parametrize(
     "second", [[FIRST, FIRST], [SECOND, FIRST], [FIRST, SECOND | {"norm.weight": "01"}]], ids=json.dumps
 )
 def test_servers_whose_ranks_differ_are_refused(second: Ranks) -> None:
-    with servers_of([FIRST, SECOND], second) as (servers, receivers):
+    with servers_of([FIRST, SECOND], second) as (servers, fleet):
         with pytest.raises(PublishError, match="hold different weights in 1 tensors") as raised:
-            check_servers(receivers, 3)
+            check_servers(fleet, 3)
         assert servers[1].url in str(raised.value)
 
 
 def test_of_three_servers_the_one_with_a_wrong_rank_is_at_fault() -> None:
-    with servers_of([FIRST, SECOND], [FIRST, FIRST], [FIRST, SECOND]) as (servers, receivers):
+    with servers_of([FIRST, SECOND], [FIRST, FIRST], [FIRST, SECOND]) as (servers, fleet):
         with pytest.raises(PublishError, match=r"such as qkv_proj\.weight") as raised:
-            check_servers(receivers, 3)
+            check_servers(fleet, 3)
         assert str(raised.value).startswith(f"version 3: {servers[1].url} and ")
         assert f"{servers[2].url} and" not in str(raised.value)

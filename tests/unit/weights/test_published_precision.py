@@ -12,7 +12,7 @@ from megatron_a3po.hf.quantize import quantization_config
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.weights.served_precision import fp8_rule, served_quantization
 from tests.support.scripted_server import answer, refuse
-from tests.unit.weights.test_publisher import control, serve
+from tests.unit.weights.test_publisher import fleet_of, serve
 
 URLS = ("http://a:1", "http://b:2")
 
@@ -133,19 +133,19 @@ def test_of_a_server_whose_folder_is_not_seen_here_the_tensors_tell_whether_it_i
     with serve(None) as (server,):
         server.checksums, server.in_fp8_blocks = dict.fromkeys(names, "00ff"), set(in_fp8_blocks)
         server.script("/server_info", answer({"model_path": "/nowhere/model"}))
-        with control(server.url) as receivers:
-            served = receivers.served
+        with fleet_of(server.url) as fleet:
+            served = fleet.served_models
             assert served == [(server.url, "/nowhere/model", "unquant" if is_unquantised else None)]
             if is_unquantised:
                 assert served_quantization(served) is None
             server.script("/weights_checker", refuse(400, "disabled"))
-            assert receivers.served == [(server.url, "/nowhere/model", None)]
+            assert fleet.served_models == [(server.url, "/nowhere/model", None)]
 
 
 def test_a_server_whose_folder_is_seen_here_is_not_asked_for_its_tensors(tmp_path: Path) -> None:
     path = folder_of(tmp_path / "fp8", quantization_config())
     with serve(None) as (server,):
         server.script("/server_info", answer({"model_path": path}))
-        with control(server.url) as receivers:
-            assert receivers.served == [(server.url, path, None)]
+        with fleet_of(server.url) as fleet:
+            assert fleet.served_models == [(server.url, path, None)]
         assert server.paths() == []

@@ -1,4 +1,4 @@
-"""Weights on the wire to scripted servers, whose receivers are real ranks of a gloo group in processes of their own."""
+"""Weights on the wire to scripted servers, whose fleet are real ranks of a gloo group in processes of their own."""
 
 import os
 import subprocess
@@ -17,13 +17,12 @@ from torch import Tensor
 from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.publication import ServerControl
+from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import PartSpec, make_plan
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.receivers import WeightReceivers
 from megatron_a3po.weights.shards import Holdings, Shard
 from megatron_a3po.weights.transports.group import UpdateGroups
 from tests.support.paths import ROOT
@@ -64,9 +63,9 @@ def forget_buffers(request: pytest.FixtureRequest) -> None:
 
 
 @contextmanager
-def serve(*receivers: Receiver | None) -> Iterator[list[ScriptedServer]]:
+def serve(*fleet: Receiver | None) -> Iterator[list[ScriptedServer]]:
     loop = EventLoopThread()
-    servers = [ScriptedServer(receiver=receiver) for receiver in receivers]
+    servers = [ScriptedServer(receiver=receiver) for receiver in fleet]
     try:
         for server in servers:
             loop.run(server.__aenter__(), 5.0)
@@ -78,7 +77,7 @@ def serve(*receivers: Receiver | None) -> Iterator[list[ScriptedServer]]:
 
 
 @contextmanager
-def control(*urls: str, min_servers: int | None = None, pause_mode: str = "retract") -> Iterator[ServerControl]:
+def fleet_of(*urls: str, min_servers: int | None = None, pause_mode: str = "retract") -> Iterator[Fleet]:
     async def build() -> ServerPool:
         return ServerPool(list(urls), timeout_seconds=5.0, min_servers=min_servers, pause_mode=pause_mode)
 
@@ -87,7 +86,7 @@ def control(*urls: str, min_servers: int | None = None, pause_mode: str = "retra
         pool = loop.run(build())
         try:
             loop.run(pool.for_each(pool.describe), 10.0)
-            yield ServerControl(pool, loop, timeout_seconds=5.0)
+            yield Fleet(pool, loop, timeout_seconds=5.0)
         finally:
             loop.run(pool.close(), 5.0)
     finally:
@@ -133,17 +132,17 @@ def publishing(
     timeout_seconds: float = 20.0,
 ) -> Iterator[WeightPublisher]:
     with (
-        control(*(server.url for server in servers)) as receivers,
-        make_publisher(OneRank(tensors, bucket_bytes), receivers, timeout_seconds) as publisher,
+        fleet_of(*(server.url for server in servers)) as fleet,
+        make_publisher(OneRank(tensors, bucket_bytes), fleet, timeout_seconds) as publisher,
     ):
         yield publisher
 
 
-def make_publisher(source: OneRank, receivers: WeightReceivers, timeout_seconds: float) -> WeightPublisher:
+def make_publisher(source: OneRank, fleet: Fleet, timeout_seconds: float) -> WeightPublisher:
     group = dist.group.WORLD
     assert group is not None
-    groups = UpdateGroups(source.plan, receivers, group, run_id="test", backend="gloo", timeout_seconds=timeout_seconds)
-    return WeightPublisher(source, groups, receivers, group, timer=PhaseTimer())
+    groups = UpdateGroups(source.plan, fleet, group, run_id="test", backend="gloo", timeout_seconds=timeout_seconds)
+    return WeightPublisher(source, groups, fleet, group, timer=PhaseTimer())
 
 
 def timed_publish(publisher: WeightPublisher, version: int, seconds: list[float]) -> None:
@@ -167,7 +166,7 @@ def some_tensors() -> Named:
 
 
 def large_tensors() -> Named:
-    """More than what fits into the buffers of a connection: the broadcast waits for the receivers."""
+    """More than what fits into the buffers of a connection: the broadcast waits for the fleet."""
     return [("model.embed_tokens.weight", torch.zeros(1)), ("model.layers.0.norm.weight", torch.zeros(8 << 20))]
 
 
@@ -453,12 +452,12 @@ def test_a_trainer_whose_publication_failed_ends_at_once(broken: str) -> None:
         import torch.distributed as dist
         from megatron_a3po.errors import PublishError
         from megatron_a3po.runtime.processes import end_process
-        from tests.unit.weights.test_publisher import OneRank, control, large_tensors, make_publisher
+        from tests.unit.weights.test_publisher import OneRank, fleet_of, large_tensors, make_publisher
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
-            with control(sys.argv[1]) as receivers:
-                with make_publisher(OneRank(large_tensors, 1 << 20), receivers, 60.0) as publisher:
+            with fleet_of(sys.argv[1]) as fleet:
+                with make_publisher(OneRank(large_tensors, 1 << 20), fleet, 60.0) as publisher:
                     publisher.publish(0)
         except PublishError as error:
             print(error, file=sys.stderr)

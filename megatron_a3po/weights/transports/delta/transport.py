@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megatron_a3po.fleet.publication import Fleet, Members
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.run_dir import FolderLock
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.buckets import Bucket
 from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.receivers import Members, WeightReceivers
 from megatron_a3po.weights.store_messages import Signals
 from megatron_a3po.weights.transports.delta.folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
 from megatron_a3po.weights.transports.delta.followers import wait_for_followers
@@ -32,12 +32,10 @@ class DeltaTransport:
     """On every rank. Each bucket is a shard, which its owner writes as a whole or as what has changed since the last
     version; to compare, the owner keeps a copy of its buckets in host memory."""
 
-    def __init__(
-        self, plan: Plan, receivers: WeightReceivers | None, settings: FileSettings, *, local: Path, followed: bool
-    ) -> None:
-        """receivers: on rank 0; local: where servers find the versions on their machines; followed: by
+    def __init__(self, plan: Plan, fleet: Fleet | None, settings: FileSettings, *, local: Path, followed: bool) -> None:
+        """fleet: on rank 0; local: where servers find the versions on their machines; followed: by
         tools/apply_weight_delta.py there, else rank 0 makes them, both within the settings' timeout."""
-        self._receivers = receivers
+        self._fleet = fleet
         self._settings = settings
         self._local = local
         self._followed = followed
@@ -65,13 +63,13 @@ class DeltaTransport:
 
     def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read their machine's folder when it holds the version."""
-        assert self._receivers is not None
+        assert self._fleet is not None
         self._take_folders()
         settings = self._settings
         folder = settings.folder.resolve()
         start = folder / self._start
         if self._pause_first:
-            self._receivers.pause()
+            self._fleet.pause()
             self._pause_first = False
         with timer.phase("publish/write"):
             self._describe(start / MODEL)
@@ -87,10 +85,10 @@ class DeltaTransport:
             else:
                 make_local_folder(folder, self._local, published)
         with timer.phase("publish/pause"):
-            self._receivers.pause()
+            self._fleet.pause()
         with timer.phase("publish/load"):
             target = self._local.absolute() / published.folder_name
-            self._receivers.update_from_disk(str(target), str(version), settings.timeout_seconds)
+            self._fleet.update_from_disk(str(target), str(version), settings.timeout_seconds)
         _remove_unused(folder, published)
 
     def metrics(self) -> dict[str, float]:

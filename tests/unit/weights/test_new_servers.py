@@ -13,9 +13,9 @@ from tests.unit.fleet.test_publication_faults import REQUEST, Run
 from tests.unit.serving.test_local_server import wait_until
 from tests.unit.weights.test_publisher import (  # noqa: F401
     OneRank,
-    control,
     default_group,
     first_receiver,
+    fleet_of,
     forget_buffers,
     make_publisher,
     second_receiver,
@@ -53,15 +53,15 @@ def test_a_new_server_receives_the_next_version_and_is_sampled_from(
     source = OneRank(some_tensors, 120)
     with (
         serve(first_receiver, second_receiver) as servers,
-        control(servers[0].url) as receivers,
-        make_publisher(source, receivers, 15.0) as publisher,
+        fleet_of(servers[0].url) as fleet,
+        make_publisher(source, fleet, 15.0) as publisher,
     ):
         first, second = (server.url for server in servers)
-        run = Run(servers, receivers, publisher)
-        watch = receivers.loop.submit(receivers.pool.watch())
-        receivers.find_urls = lambda: [first]
+        run = Run(servers, fleet, publisher)
+        watch = fleet.loop.submit(fleet.pool.watch())
+        fleet.find_urls = lambda: [first]
         assert run.publish(0)["servers_healthy"] == 1
-        receivers.find_urls = lambda: [first, f"{second}/", NOBODY]
+        fleet.find_urls = lambda: [first, f"{second}/", NOBODY]
         assert sampled(run) == ({first}, {"0"})
 
         metrics = run.publish(1)
@@ -89,13 +89,13 @@ def test_a_new_server_that_cannot_take_part_stops_nobody(
     source = OneRank(some_tensors, 120)
     with (
         serve(first_receiver, second_receiver) as servers,
-        control(servers[0].url) as receivers,
-        make_publisher(source, receivers, 15.0) as publisher,
+        fleet_of(servers[0].url) as fleet,
+        make_publisher(source, fleet, 15.0) as publisher,
     ):
         first, second = (server.url for server in servers)
-        run = Run(servers, receivers, publisher)
+        run = Run(servers, fleet, publisher)
         run.publish(0)
-        receivers.find_urls = lambda: [first, second]
+        fleet.find_urls = lambda: [first, second]
         servers[1].script("/begin_weight_update", refuse(400, "a session is open"))
         for version in (1, 2):
             start = time.monotonic()
