@@ -194,7 +194,7 @@ def test_a_server_that_refuses_is_killed_and_restarted_is_left_out_until_it_hold
     run.check(sampling, {0, 1})
 
     # Its session is closed by somebody else: it refuses the second bucket, which the other one awaits.
-    run.receivers.before[2] = lambda: post(f"{second}/end_weight_update", {})
+    run.fleet.before[2] = lambda: post(f"{second}/end_weight_update", {})
     metrics = run.publish(2)
     assert (run.quarantined(), metrics["servers_healthy"]) == ([second], 1)
     run.check(run.sample(), {2})
@@ -204,7 +204,7 @@ def test_a_server_that_refuses_is_killed_and_restarted_is_left_out_until_it_hold
 
     # Killed in the middle of an update, while it samples.
     sampling = run.sample()
-    run.receivers.before[3] = servers.kill
+    run.fleet.before[3] = servers.kill
     metrics = run.publish(4)
     assert (run.quarantined(), metrics["servers_healthy"]) == ([second], 1)
     assert len([future.result(120.0) for future in sampling]) == 8
@@ -267,7 +267,7 @@ def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_bac
 
     sampling, version = [], 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.receivers, "pause", pause_one_in_place)
+        patch.setattr(run.fleet, "pause", pause_one_in_place)
         while not run.quarantined() and version < 6:  # its requests may have ended meanwhile
             sampling += run.start_sampling()
             version += 1

@@ -95,10 +95,10 @@ def running(
     source = OneRank(large_tensors if large else some_tensors, 120)
     with (
         serve(*fleet) as servers,
-        fleet_of(*(server.url for server in servers), min_servers=min_servers) as weight_receivers,
-        make_publisher(source, weight_receivers, timeout_seconds) as publisher,
+        fleet_of(*(server.url for server in servers), min_servers=min_servers) as fleet,
+        make_publisher(source, fleet, timeout_seconds) as publisher,
     ):
-        yield Run(servers, weight_receivers, publisher)
+        yield Run(servers, fleet, publisher)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
     with after_version_zero(first_receiver, second_receiver) as run:
         first, second = run.servers
         if path == JOIN:  # groups are built when others take part than before
-            run.receivers.pool.states.membership += 1
+            run.fleet.pool.states.membership += 1
         continued = second.paths().count(CONTINUE)
         second.script(path, action)
         if path == "/flush_cache":  # it is called when an update did not bring it about
@@ -192,7 +192,7 @@ def test_a_server_that_comes_late_to_a_group_that_another_one_has_refused_goes_o
 
         first.script(JOIN, after(1.0, join), range(2, 3))
         second.script(JOIN, refuse(400, "no such group"))
-        run.receivers.pool.states.membership += 1
+        run.fleet.pool.states.membership += 1
         run.publish(1)
         assert first.version == "1" and run.quarantined == [second.url]
 
@@ -280,12 +280,12 @@ def test_a_server_that_cannot_be_flushed_in_six_attempts_fails(first_receiver: R
 def test_a_server_that_reads_files_flushes_with_them_or_is_asked_again() -> None:
     with running(None) as run:
         (server,) = run.servers
-        run.receivers.update_from_disk("folder", "1", 5.0)
-        run.receivers.flush()
+        run.fleet.update_from_disk("folder", "1", 5.0)
+        run.fleet.flush()
         assert server.version == "1" and "/flush_cache" not in server.paths()
         refuse_to_flush(server, "/update_weights_from_disk")
-        run.receivers.update_from_disk("folder", "2", 5.0)
-        run.receivers.flush()
+        run.fleet.update_from_disk("folder", "2", 5.0)
+        run.fleet.flush()
         assert server.version == "2" and server.paths().count("/flush_cache") == 1
         assert run.quarantined == [] and server.bodies("/update_weights_from_disk")[-1]["flush_cache"]
 
@@ -366,7 +366,7 @@ def left_groups(server: ScriptedServer) -> list[str]:
 
 def test_however_often_others_take_part_a_server_that_comes_back_leaves_only_what_it_may_be_in() -> None:
     with running(None, None) as run:
-        fleet, second = run.receivers, run.servers[1]
+        fleet, second = run.fleet, run.servers[1]
         for number in range(50):
             fleet.create_group(f"group {number}", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
             fleet.reject({second.url: "it holds other weights"})
@@ -382,7 +382,7 @@ def test_however_often_others_take_part_a_server_that_comes_back_leaves_only_wha
 
 def test_a_server_that_was_too_stuck_to_leave_its_group_leaves_it_when_it_comes_back() -> None:
     with running(None, None) as run:
-        fleet, (first, second) = run.receivers, run.servers
+        fleet, (first, second) = run.fleet, run.servers
         fleet.settle_members(call_back="none")
         fleet.create_group("group", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
         second.script(LEAVE, hang)

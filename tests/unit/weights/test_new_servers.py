@@ -28,7 +28,7 @@ NOBODY = "http://127.0.0.1:1"
 
 def sampled(run: Run) -> tuple[set[str], set[str]]:
     """URLs of the servers that answer requests, and the version labels of what they sample."""
-    pool = run.receivers.pool
+    pool = run.fleet.pool
     for server in run.servers:
         server.calls.clear()
         server.generation_seconds = lambda _: 0.05
@@ -36,7 +36,7 @@ def sampled(run: Run) -> tuple[set[str], set[str]]:
     async def sample() -> list[list[GenerateResponse]]:
         return await asyncio.gather(*(pool.generate(REQUEST) for _ in range(4)))
 
-    responses = [response for answers in run.receivers.loop.run(sample(), 10.0) for response in answers]
+    responses = [response for answers in run.fleet.loop.run(sample(), 10.0) for response in answers]
     asked = {server.url for server in run.servers if server.bodies("/generate")}
     return asked, {span.version for response in responses for span in response.meta_info.weight_versions}
 
