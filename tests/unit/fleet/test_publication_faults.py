@@ -116,8 +116,8 @@ def nothing_is_sent() -> Iterator[None]:
         signals.tell(f"ready {bucket.number}")
 
     def announce(groups: UpdateGroups, bucket: Bucket, version: int, signals: Signals) -> None:
-        assert groups._receivers is not None
-        groups._receivers.update({"weight_version": str(version)}, 5.0).result(5.0)
+        assert groups._fleet is not None
+        groups._fleet.update({"weight_version": str(version)}, 5.0).result(5.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UpdateGroups, "prepare", lambda *_: None)
