@@ -210,11 +210,11 @@ def make_ways(
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.gather import WeightCollector
     from megatron_a3po.weights.publisher import WeightPublisher
-    from megatron_a3po.weights.transports.group import UpdateGroups
+    from megatron_a3po.weights.transports.group import GroupTransport
 
     def publisher(bucket_bytes: int, num_buffers: int = 2) -> WeightPublisher:
         collector = WeightCollector(model.chunks, model.groups, folder, gloo_group, bucket_bytes=bucket_bytes)
-        groups = UpdateGroups(
+        groups = GroupTransport(
             collector.plan, cast(Any, servers), gloo_group, run_id="benchmark", backend="gloo", timeout_seconds=60.0
         )
         return WeightPublisher(

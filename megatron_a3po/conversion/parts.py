@@ -8,18 +8,18 @@ from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.preflight.variants import unbuilt_variants
-from megatron_a3po.weights.hf_mapping import Part, Skeleton, build_skeleton
+from megatron_a3po.weights.hf_mapping import HfMapping, Part, build_hf_mapping
 
 
-def describe_model(model: Path) -> Skeleton:
+def describe_model(model: Path) -> HfMapping:
     """The parameters that config.json in the folder describes. Raises ConfigError for a model that cannot be built."""
     described = read_model_config(model)
     _refuse_unsupported(described, model)
     try:
-        skeleton = build_skeleton(model)
-        for part in skeleton.parts:
-            skeleton.hf_shapes(part)
-        return skeleton
+        mapping = build_hf_mapping(model)
+        for part in mapping.parts:
+            mapping.hf_shapes(part)
+        return mapping
     except Exception as error:  # transformers, megatron-bridge and Megatron each have their own way to refuse
         raise ConfigError(
             f"{model / 'config.json'}: no model can be built from it ({type(error).__name__}: {error}); copy it again"

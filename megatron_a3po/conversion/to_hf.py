@@ -23,7 +23,7 @@ from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
 from megatron_a3po.preflight.families import architecture_name
 from megatron_a3po.runtime.manifest import MANIFEST, check
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
-from megatron_a3po.weights.hf_mapping import Part, Skeleton
+from megatron_a3po.weights.hf_mapping import HfMapping, Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +72,14 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
     CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used and
     models that the FP8 format cannot hold.
     """
-    skeleton = describe_model(source.model)
+    mapping = describe_model(source.model)
     if fp8:
-        _refuse_stacked_experts(skeleton, source.model)
+        _refuse_stacked_experts(mapping, source.model)
     manifest = check(source.weights, processes.rank, processes.world_size)
-    weights = MegatronWeights(skeleton, TorchDistReader(source.weights), fp8=fp8)
-    specs = {part: weights.specs(part) for part in skeleton.parts}
+    weights = MegatronWeights(mapping, TorchDistReader(source.weights), fp8=fp8)
+    specs = {part: weights.specs(part) for part in mapping.parts}
     sizes = {part: sum(spec.nbytes for spec in found) for part, found in specs.items()}
-    files = split_parts(skeleton.parts, sizes, MAX_SHARD_BYTES)
+    files = split_parts(mapping.parts, sizes, MAX_SHARD_BYTES)
     shards = tuple(
         Shard(file_name=shard_name(number, len(files)), tensors=tuple(spec for part in parts for spec in specs[part]))
         for number, parts in enumerate(files, 1)
@@ -100,9 +100,9 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
     processes.on_rank_zero(lambda: output.finish(shards))
 
 
-def _refuse_stacked_experts(skeleton: Skeleton, model: Path) -> None:
+def _refuse_stacked_experts(mapping: HfMapping, model: Path) -> None:
     """Servers would take them for FP8, as which the format cannot store them. Raises ConfigError."""
-    shapes = {name: shape for part in skeleton.parts for name, shape in skeleton.hf_shapes(part).items()}
+    shapes = {name: shape for part in mapping.parts for name, shape in mapping.hf_shapes(part).items()}
     stacked = [name for name, shape in shapes.items() if len(shape) > 2]
     if stacked:
         name = architecture_name(read_model_config(model))
@@ -122,8 +122,8 @@ def _unquantised_modules(written: Sequence[TensorSpec]) -> list[str]:
 class MegatronWeights:
     """Hugging Face's tensors, made part by part of what a checkpoint holds."""
 
-    def __init__(self, skeleton: Skeleton, reader: TorchDistReader, *, fp8: bool) -> None:
-        self.skeleton = skeleton
+    def __init__(self, mapping: HfMapping, reader: TorchDistReader, *, fp8: bool) -> None:
+        self.mapping = mapping
         self._reader = reader
         self._fp8 = fp8
 
@@ -134,7 +134,7 @@ class MegatronWeights:
             for parameter, dtype in self._dtypes(part)
         }
         found = []
-        for name, tensor in self.skeleton.to_hf(part, hollow).items():
+        for name, tensor in self.mapping.to_hf(part, hollow).items():
             shape = tuple(tensor.shape)
             if self._fp8 and is_quantized(name, tensor.ndim):
                 scales = scale_shape(*shape)
@@ -146,7 +146,7 @@ class MegatronWeights:
 
     def tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
         for part in parts:
-            for name, tensor in self.skeleton.to_hf(part, self.read(part)).items():
+            for name, tensor in self.mapping.to_hf(part, self.read(part)).items():
                 if self._fp8 and is_quantized(name, tensor.ndim):
                     values, scales = quantize_blockwise(tensor, name)
                     yield name, values
@@ -161,11 +161,11 @@ class MegatronWeights:
             [
                 piece
                 for parameter in part.parameters
-                for piece in self.skeleton.sharded(parameter, values[parameter.name])
+                for piece in self.mapping.sharded(parameter, values[parameter.name])
             ]
         )
         return values
 
     def _dtypes(self, part: Part) -> Iterator[tuple[Any, torch.dtype]]:
         for parameter in part.parameters:
-            yield parameter, self._reader.dtype(self.skeleton.sharded(parameter)[0].key)
+            yield parameter, self._reader.dtype(self.mapping.sharded(parameter)[0].key)

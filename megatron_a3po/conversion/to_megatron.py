@@ -26,7 +26,7 @@ from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.hf.output import model_files
 from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.manifest import FileRecord, describe, write_manifest
-from megatron_a3po.weights.hf_mapping import Part, Skeleton
+from megatron_a3po.weights.hf_mapping import HfMapping, Part
 
 _FILE_BYTES = 1024**3
 _SPARE_BYTES = 4096
@@ -61,10 +61,10 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
     not whole, and CheckpointError for a target that is there already and a disk that is too small.
     """
     folder = HfFolder.open(source)
-    skeleton = describe_model(source)
-    refuse_other_tensors(skeleton, folder)
-    sizes = {part: _written_bytes(part, folder) for part in skeleton.parts}
-    files = split_parts(skeleton.parts, sizes, _FILE_BYTES)
+    mapping = describe_model(source)
+    refuse_other_tensors(mapping, folder)
+    sizes = {part: _written_bytes(part, folder) for part in mapping.parts}
+    files = split_parts(mapping.parts, sizes, _FILE_BYTES)
     work = [str(source.resolve()), _identity(folder), [[part.hf_names for part in file] for file in files]]
     needed_bytes = sum(size + _SPARE_BYTES * len(part.parameters) for part, size in sizes.items())
     output = UnfinishedFolder(target, work, needed_bytes, processes)
@@ -76,7 +76,7 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
     ]
     with processes.progress("converting", sum(sizes[part] for number in mine for part in files[number])) as advance:
         for number in mine:
-            pieces = write_pieces(weights / f"__{number}_0.distcp", _pieces(skeleton, files[number], folder, advance))
+            pieces = write_pieces(weights / f"__{number}_0.distcp", _pieces(mapping, files[number], folder, advance))
             output.note(str(number), [piece.model_dump() for piece in pieces])
     _finish(weights, output, len(files), processes)
     if not (source / "tokenizer.json").exists():
@@ -84,15 +84,15 @@ def convert_to_megatron(source: Path, target: Path, processes: Processes) -> Non
 
 
 def _pieces(
-    skeleton: Skeleton, parts: Sequence[Part], folder: HfFolder, advance: Callable[[int], object]
+    mapping: HfMapping, parts: Sequence[Part], folder: HfFolder, advance: Callable[[int], object]
 ) -> Iterator[ShardedTensor]:
     for part in parts:
         try:
-            values = skeleton.from_hf(part, LazyTensors(folder=folder))
+            values = mapping.from_hf(part, LazyTensors(folder=folder))
         except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
             raise CheckpointError(f"{folder.path}: {', '.join(part.hf_names)} cannot be converted ({error})") from error
         for parameter in part.parameters:
-            yield from skeleton.sharded(parameter, values.pop(parameter.name))
+            yield from mapping.sharded(parameter, values.pop(parameter.name))
         advance(_written_bytes(part, folder))
 
 
@@ -138,25 +138,25 @@ def stored_names(part: Part, folder: HfFolder) -> list[str]:
     return [name for names in candidates for name in names if name in folder]
 
 
-def refuse_other_tensors(skeleton: Skeleton, folder: HfFolder) -> None:
+def refuse_other_tensors(mapping: HfMapping, folder: HfFolder) -> None:
     """Raises ConfigError for tensors that are missing, that the model has no place for, or of another shape."""
-    used = {name for part in skeleton.parts for name in stored_names(part, folder)}
+    used = {name for part in mapping.parts for name in stored_names(part, folder)}
     missing = [
         name
-        for part in skeleton.parts
+        for part in mapping.parts
         for name in part.hf_names
         if name not in used and not all(name + suffix in used for suffix in _MXFP4)
     ]
     unused = [name for name in folder.names() if name not in used and not _may_be_left_out(name, folder.config)]
     wrong = [
         f"{name} is {list(folder.shape(name))} instead of {list(shape)}"
-        for part in skeleton.parts
-        for name, shape in skeleton.hf_shapes(part).items()
+        for part in mapping.parts
+        for name, shape in mapping.hf_shapes(part).items()
         if name in folder and folder.shape(name) != shape
     ]
     problems = [
         ("misses", missing),
-        ("has tensors of several dtypes, which Megatron stores as one:", _mixed_dtypes(skeleton, folder)),
+        ("has tensors of several dtypes, which Megatron stores as one:", _mixed_dtypes(mapping, folder)),
         ("has tensors that the model has no place for:", unused),
         ("has other shapes than config.json describes:", wrong),
     ]
@@ -165,13 +165,13 @@ def refuse_other_tensors(skeleton: Skeleton, folder: HfFolder) -> None:
         raise ConfigError(f"{folder.path}: {'; '.join(texts)}; config.json and weights are of two models")
 
 
-def _mixed_dtypes(skeleton: Skeleton, folder: HfFolder) -> list[str]:
+def _mixed_dtypes(mapping: HfMapping, folder: HfFolder) -> list[str]:
     """Names that do not have the dtype of the others that go into the same tensor of Megatron's."""
     first: dict[str, str] = {}
     found = []
-    for part in skeleton.parts:
+    for part in mapping.parts:
         names = [name for name in part.hf_names if name in folder]
-        for key in {piece.key for parameter in part.parameters for piece in skeleton.sharded(parameter)}:
+        for key in {piece.key for parameter in part.parameters for piece in mapping.sharded(parameter)}:
             for name in names:
                 other = first.setdefault(key, name)
                 if folder.dtype(name) != folder.dtype(other):

@@ -42,9 +42,9 @@ def verify(hf: Path, megatron: Path, processes: Processes, *, fp8: bool = False)
 
 def _compare_tensors(hf: Path, megatron: Path, processes: Processes, *, fp8: bool) -> int:
     """Turn Megatron's weights into Hugging Face's again, each process its share; the number of tensors."""
-    folder, skeleton = HfFolder.open(hf), describe_model(hf)
-    weights = MegatronWeights(skeleton, TorchDistReader(megatron), fp8=fp8)
-    mine = processes.share(skeleton.parts)
+    folder, mapping = HfFolder.open(hf), describe_model(hf)
+    weights = MegatronWeights(mapping, TorchDistReader(megatron), fp8=fp8)
+    mine = processes.share(mapping.parts)
     num_tensors, different = 0, []
     with processes.progress("comparing", sum(part.numel for part in mine)) as advance:
         for part in mine:
@@ -65,7 +65,7 @@ def _different(weights: MegatronWeights, part: Part, folder: HfFolder) -> list[s
     if all(name in folder for name in part.hf_names):
         return [name for name, tensor in _as_read(weights, part) if not _same_bits(tensor, folder.read(name))]
     # gpt-oss' experts in MXFP4, which has no way back: the parameters are compared instead.
-    values, expected = weights.read(part), weights.skeleton.from_hf(part, LazyTensors(folder=folder))
+    values, expected = weights.read(part), weights.mapping.from_hf(part, LazyTensors(folder=folder))
     return [name for name in values if not _same_bits(values[name], expected[name].contiguous())]
 
 

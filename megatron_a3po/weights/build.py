@@ -21,7 +21,7 @@ from megatron_a3po.weights.served_precision import Served, fp8_rule, served_quan
 from megatron_a3po.weights.transports.delta.folder import described_by
 from megatron_a3po.weights.transports.delta.transport import DeltaTransport
 from megatron_a3po.weights.transports.disk import DiskTransport, FileSettings
-from megatron_a3po.weights.transports.group import UpdateGroups
+from megatron_a3po.weights.transports.group import GroupTransport
 
 _PACKED = re.compile(r"_(blocks|scales)$")
 
@@ -55,7 +55,7 @@ def build_publisher(
     disk = _through_files(config, collector.plan, fleet, quantization)
     if publish.transport == "disk":
         return WeightPublisher(collector, disk, fleet, gloo_group, timer=timer)
-    update_groups = UpdateGroups(
+    update_groups = GroupTransport(
         collector.plan,
         fleet,
         gloo_group,

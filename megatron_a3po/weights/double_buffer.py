@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.plan import Bucket
 
 
-class BucketPipeline:
+class DoubleBuffer:
     """At an owner, for one publication: buffers that go round between the caller and a thread that sends."""
 
     def __init__(

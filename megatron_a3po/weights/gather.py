@@ -24,10 +24,9 @@ from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.parallel.agreement import on_all_ranks
 from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.hf_mapping import Part, build_skeleton
-from megatron_a3po.weights.plan import PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
-from megatron_a3po.weights.shards import Holdings, Shard, Source
+from megatron_a3po.weights.hf_mapping import Part, build_hf_mapping
+from megatron_a3po.weights.plan import Bucket, PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
+from megatron_a3po.weights.shards import Holdings, ParameterShard, ShardedParameter
 
 _EMBEDDING, _OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -60,17 +59,17 @@ class WeightCollector:
         assert isinstance(solo, dist.ProcessGroup)
         self._solo = solo
         with _as_one_rank(solo):
-            self._skeleton = on_all_ranks(lambda: build_skeleton(model), gloo_group)
-        known = {parameter.name for part in self._skeleton.parts for parameter in part.parameters}
+            self._mapping = on_all_ranks(lambda: build_hf_mapping(model), gloo_group)
+        known = {parameter.name for part in self._mapping.parts for parameter in part.parameters}
         self._held = _local_tensors(chunks, known)
         mine = _describe(self._held, groups)
         self.device = next(iter(self._held.values())).device
         everywhere = [Holdings.from_json(held) for held in gather_json(mine.to_json(), gloo_group)]
         dtypes = {name: shard.dtype for held in everywhere for name, shard in held.shards.items()}
-        names = {name for part in self._skeleton.parts for name in part.hf_names}
+        names = {name for part in self._mapping.parts for name in part.hf_names}
         self._copies_embedding = _OUTPUT_LAYER in (expected_names or ()) and _OUTPUT_LAYER not in names
         with _as_one_rank(solo):
-            specs = [self._specify(part, dtypes, is_fp8) for part in self._skeleton.parts]
+            specs = [self._specify(part, dtypes, is_fp8) for part in self._mapping.parts]
         if expected_names is not None:
             refuse_other_names(specs, expected_names)
         self.plan: Plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes)
@@ -112,7 +111,9 @@ class WeightCollector:
         failure: Exception | None = None
         for piece in bucket.pieces:
             with self._timer.phase("publish/gather"):
-                shards = self._exchange(bucket.owner, [s for number in piece for s in self.plan.parts[number].sources])
+                shards = self._exchange(
+                    bucket.owner, [s for number in piece for s in self.plan.parts[number].parameters]
+                )
             if views is not None and failure is None:
                 with self._timer.phase("publish/convert"), _as_one_rank(self._solo):
                     try:
@@ -141,42 +142,52 @@ class WeightCollector:
                 yield from bucket.views(buffer).items()
 
     def _to_hf(self, part: Part, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        converted = self._skeleton.to_hf(part, whole)
+        converted = self._mapping.to_hf(part, whole)
         if self._copies_embedding and _EMBEDDING in converted:
             converted[_OUTPUT_LAYER] = converted[_EMBEDDING]
         return converted
 
-    def _exchange(self, owner: int, sources: Sequence[Source]) -> dict[tuple[str, int], Tensor]:
+    def _exchange(self, owner: int, parameters: Sequence[ShardedParameter]) -> dict[tuple[str, int], Tensor]:
         """The shards by parameter and rank, on the owner. One message from each rank that has any."""
-        found = {(source.name, self.rank): self._read(source.name) for source in sources if self.rank in source.ranks}
+        found = {
+            (parameter.name, self.rank): self._read(parameter.name)
+            for parameter in parameters
+            if self.rank in parameter.ranks
+        }
         for is_expert, group in self._groups.items():
-            by_rank: dict[int, list[Source]] = {}
+            by_rank: dict[int, list[ShardedParameter]] = {}
             # By falling item size, so that each shard starts at a multiple of its own.
-            for source in sorted(sources, key=lambda source: -source.shard.dtype.itemsize):
-                for rank in source.ranks if source.is_expert == is_expert else ():
+            for parameter in sorted(parameters, key=lambda parameter: -parameter.shard.dtype.itemsize):
+                for rank in parameter.ranks if parameter.is_expert == is_expert else ():
                     if rank != owner:
-                        by_rank.setdefault(rank, []).append(source)
+                        by_rank.setdefault(rank, []).append(parameter)
             if self.rank == owner:
                 found |= self._receive(by_rank, group)
             elif self.rank in by_rank:
-                own = [found[source.name, self.rank] for source in by_rank[self.rank]]
+                own = [found[parameter.name, self.rank] for parameter in by_rank[self.rank]]
                 message = torch.cat([shard.contiguous().view(-1).view(torch.uint8) for shard in own])
                 _wait([dist.P2POp(dist.isend, message, owner, group)])
         return found
 
-    def _receive(self, by_rank: Mapping[int, list[Source]], group: dist.ProcessGroup) -> dict[tuple[str, int], Tensor]:
+    def _receive(
+        self, by_rank: Mapping[int, list[ShardedParameter]], group: dist.ProcessGroup
+    ) -> dict[tuple[str, int], Tensor]:
         messages = {
-            rank: torch.empty(sum(source.shard_bytes for source in sent), dtype=torch.uint8, device=self.device)
+            rank: torch.empty(sum(parameter.shard_bytes for parameter in sent), dtype=torch.uint8, device=self.device)
             for rank, sent in by_rank.items()
         }
         _wait([dist.P2POp(dist.irecv, message, rank, group) for rank, message in messages.items()])
         found: dict[tuple[str, int], Tensor] = {}
         for rank, message in messages.items():
             start = 0
-            for source in by_rank[rank]:
-                shard = message[start : start + source.shard_bytes].view(source.shard.dtype).view(source.shard.shape)
-                found[source.name, rank] = shard
-                start += source.shard_bytes
+            for parameter in by_rank[rank]:
+                shard = (
+                    message[start : start + parameter.shard_bytes]
+                    .view(parameter.shard.dtype)
+                    .view(parameter.shard.shape)
+                )
+                found[parameter.name, rank] = shard
+                start += parameter.shard_bytes
         return found
 
     def _read(self, name: str) -> Tensor:
@@ -190,10 +201,10 @@ class WeightCollector:
         for number in piece:
             part = self.plan.parts[number]
             whole = {
-                source.name: source.merge([shards[source.name, rank] for rank in source.ranks])
-                for source in part.sources
+                parameter.name: parameter.merge([shards[parameter.name, rank] for rank in parameter.ranks])
+                for parameter in part.parameters
             }
-            converted = self._to_hf(self._skeleton.parts[number], whole)
+            converted = self._to_hf(self._mapping.parts[number], whole)
             for name, tensor in converted.items():
                 if name + SCALE_SUFFIX in views:
                     values, scales = quantize_blockwise(tensor, name)
@@ -239,7 +250,7 @@ def _local_tensors(chunks: Sequence[torch.nn.Module], known: set[str]) -> dict[s
 
 def _describe(held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> Holdings:
     shards = {
-        name: Shard(
+        name: ParameterShard(
             shape=tuple(tensor.shape),
             # Megatron brings the routers' biases, which are buffers, from the model's precision to float32 while it
             # runs.

@@ -51,7 +51,7 @@ class Part:
         return sum(torch.Size(parameter.shape).numel() for parameter in self.parameters)
 
 
-class Skeleton:
+class HfMapping:
     """All parts of a model, in the order of its layers."""
 
     def __init__(self, parts: tuple[Part, ...], bridge: Any, model: Any, sharded: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _with_all_axes(tensor: ShardedTensor) -> ShardedTensor:
     return replace(tensor, data=tensor.data.view(shape), local_shape=shape, prepend_axis_num=0)
 
 
-def build_skeleton(model: Path) -> Skeleton:
+def build_hf_mapping(model: Path) -> HfMapping:
     """The parameters that `config.json` in the folder `model` describes. On each rank for itself: no weight is read.
 
     Megatron's process groups must exist, with tensor, pipeline and expert sizes of 1.
@@ -172,7 +172,7 @@ def build_skeleton(model: Path) -> Skeleton:
     # Some of megatron-bridge's models look for the configuration where a loaded model would have it.
     names.hf_pretrained = SimpleNamespace(config=bridge.hf_pretrained)
     sharded = chunk.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": groups.dp_cp})
-    return Skeleton(_parts(tasks), names, chunk, sharded)
+    return HfMapping(_parts(tasks), names, chunk, sharded)
 
 
 def _leave_meta_device(model: torch.nn.Module) -> None:

@@ -19,10 +19,9 @@ from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.double_buffer import BucketPipeline
-from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.store_messages import Signals, Stopped
+from megatron_a3po.weights.double_buffer import DoubleBuffer
+from megatron_a3po.weights.plan import Bucket, Plan
+from megatron_a3po.weights.store_messages import Stopped, StoreMessages
 from megatron_a3po.weights.verify_servers import check_servers
 
 _publications = itertools.count()
@@ -40,7 +39,7 @@ class WeightSource(Protocol):
 
 
 class Transport(Protocol):
-    """A way to the servers: `transport.UpdateGroups`, `disk.DiskTransport` or `delta_transport.DeltaTransport`."""
+    """A way to the servers: `transport.GroupTransport`, `disk.DiskTransport` or `delta_transport.DeltaTransport`."""
 
     why_not: str
     """What to tell the user when this one has to take over"""
@@ -48,10 +47,10 @@ class Transport(Protocol):
     def prepare(self, members: Members) -> None:
         """On every rank, before each attempt. Raises PublishError on all of them."""
 
-    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+    def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
         """On the owner, for its buckets in order. `buffer` [bucket.nbytes] uint8 is free again afterwards."""
 
-    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+    def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
         """On rank 0, meanwhile: pause the servers, and have them take all buckets and the version."""
 
     def metrics(self) -> dict[str, float]:
@@ -169,19 +168,19 @@ class WeightPublisher:
         if reason is not None:
             return str(reason)
         name = f"publication {next(_publications)}"
-        signals, sending, announcing = (Signals(store, name) for store in self._stores)
+        messages, sending, announcing = (StoreMessages(store, name) for store in self._stores)
         announcer = None
         if self._fleet is not None:
             announcer = in_background(partial(self._announce, version, announcing), "publication")
-        self._send_own(signals, sending)
+        self._send_own(messages, sending)
         if announcer is not None:
             announcer.result()
-        reason = signals.stop_reason()
+        reason = messages.stop_reason()
         if reason is not None and self._fleet is not None:
             # Before any rank leaves its group, which the servers will feel.
             self._fleet.mark_failed()
         reasons = gather_json(reason, self._gloo_group)
-        for told in (signals, sending, announcing):
+        for told in (messages, sending, announcing):
             told.forget()
         return next((text for text in reasons if text is not None), None)
 
@@ -203,16 +202,16 @@ class WeightPublisher:
         """All tensors of the present weights as they are published, on rank 0. To be gone through by every rank."""
         return self._source.tensors()
 
-    def _send_own(self, signals: Signals, sending: Signals) -> None:
+    def _send_own(self, messages: StoreMessages, sending: StoreMessages) -> None:
         """Take part in collecting every bucket, and send those that are this rank's.
 
         Errors become a reason to stop. Only those of collectives are raised: the ranks are no longer together.
         """
         pipeline = None
         if self._owned:
-            send = partial(self._transport.send, signals=sending)
+            send = partial(self._transport.send, messages=sending)
             size = max(bucket.nbytes for bucket in self._owned)
-            pipeline = BucketPipeline(send, size, self._source.device, num_buffers=self._num_buffers)
+            pipeline = DoubleBuffer(send, size, self._source.device, num_buffers=self._num_buffers)
         failed = False
         for bucket in self._source.plan.buckets:
             buffer = None
@@ -221,11 +220,11 @@ class WeightPublisher:
             try:
                 self._source.fill(bucket, buffer[: bucket.nbytes] if buffer is not None else None)
             except A3poError as error:
-                signals.stop(describe(error))
+                messages.stop(describe(error))
                 # The others do not know yet, and go on collecting with this rank.
                 failed, buffer = True, None
             except BaseException as error:
-                signals.stop(f"rank {self._rank}: {describe(error)}")
+                messages.stop(f"rank {self._rank}: {describe(error)}")
                 raise
             if pipeline is not None and buffer is not None:
                 pipeline.put(bucket, buffer)
@@ -235,12 +234,12 @@ class WeightPublisher:
         except Stopped:
             pass
         except EXPECTED as error:
-            signals.stop(describe(error))
+            messages.stop(describe(error))
 
-    def _announce(self, version: int, signals: Signals) -> None:
+    def _announce(self, version: int, messages: StoreMessages) -> None:
         assert self._fleet is not None
         try:
-            self._transport.deliver(version, signals, self._timer)
+            self._transport.deliver(version, messages, self._timer)
             with self._timer.phase("publish/flush"):
                 self._fleet.flush()
             with self._timer.phase("publish/checksums"):
@@ -251,7 +250,7 @@ class WeightPublisher:
         except Stopped:
             pass
         except EXPECTED as error:
-            signals.stop(describe(error))
+            messages.stop(describe(error))
         except BaseException as error:
-            signals.stop(describe(error))
+            messages.stop(describe(error))
             raise

@@ -15,7 +15,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
+class ParameterShard:
     """What one rank holds of a parameter."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Holdings:
     """the ranks that share its parameters, in the order of the shards"""
     expert_group: tuple[int, ...]
     """the ranks that share its experts"""
-    shards: Mapping[str, Shard]
+    shards: Mapping[str, ParameterShard]
     """by Megatron's names in the whole model"""
 
     def to_json(self) -> dict[str, Any]:
@@ -59,14 +59,14 @@ class Holdings:
             tensor_group=tuple(content["tensor_group"]),
             expert_group=tuple(content["expert_group"]),
             shards={
-                name: Shard(shape=tuple(shape), dtype=getattr(torch, dtype), stride=stride)
+                name: ParameterShard(shape=tuple(shape), dtype=getattr(torch, dtype), stride=stride)
                 for name, (shape, dtype, stride) in content["shards"].items()
             },
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class ShardedParameter:
     """A whole Megatron parameter as its shards."""
 
     name: str
@@ -76,7 +76,7 @@ class Source:
     """the rank that puts it together"""
     ranks: tuple[int, ...]
     """who sends a shard, in the order of the shards"""
-    shard: Shard
+    shard: ParameterShard
     axis: int
     """along which the shards follow each other"""
     is_expert: bool
@@ -104,7 +104,7 @@ class Source:
 class PlannedPart:
     number: int
     """in the model"""
-    sources: tuple[Source, ...]
+    parameters: tuple[ShardedParameter, ...]
     """of its Megatron parameters"""
     tensors: tuple[TensorSpec, ...]
 
@@ -113,7 +113,7 @@ class PlannedPart:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def find_source(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings]) -> Source:
+def locate_parameter(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings]) -> ShardedParameter:
     """Raises PublishError, which names the parameter and the rank that is at fault."""
     stages = [held.stage for held in ranks if name in held.shards]
     if not stages:
@@ -129,12 +129,18 @@ def find_source(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings]) ->
             f"{list(owner.expert_group)} should hold the whole of shape {list(shape)}; found: {where or 'nothing'}"
         )
     ((holder, shard),) = holders.items()
-    return Source(name=name, shape=shape, owner=owner.rank, ranks=(holder,), shard=shard, axis=0, is_expert=True)
+    return ShardedParameter(
+        name=name, shape=shape, owner=owner.rank, ranks=(holder,), shard=shard, axis=0, is_expert=True
+    )
 
 
-def _from_tensor_group(name: str, shape: tuple[int, ...], owner: Holdings, ranks: Sequence[Holdings]) -> Source:
+def _from_tensor_group(
+    name: str, shape: tuple[int, ...], owner: Holdings, ranks: Sequence[Holdings]
+) -> ShardedParameter:
     shard = owner.shards[name]
-    alone = Source(name=name, shape=shape, owner=owner.rank, ranks=(owner.rank,), shard=shard, axis=0, is_expert=False)
+    alone = ShardedParameter(
+        name=name, shape=shape, owner=owner.rank, ranks=(owner.rank,), shard=shard, axis=0, is_expert=False
+    )
     if shard.shape == shape:
         return alone
     group = owner.tensor_group
@@ -151,10 +157,12 @@ def _from_tensor_group(name: str, shape: tuple[int, ...], owner: Holdings, ranks
     padded = name.endswith(_VOCABULARY) and axis == 0 and found >= shape[0]
     if len(different) != 1 or (found != shape[axis] and not padded) or shard.shape[axis] % shard.stride:
         raise PublishError(_wrong_shape(name, shape, [shard] * len(group), group))
-    return Source(name=name, shape=shape, owner=owner.rank, ranks=group, shard=shard, axis=axis, is_expert=False)
+    return ShardedParameter(
+        name=name, shape=shape, owner=owner.rank, ranks=group, shard=shard, axis=axis, is_expert=False
+    )
 
 
-def _wrong_shape(name: str, shape: tuple[int, ...], shards: Sequence[Shard], ranks: Sequence[int]) -> str:
+def _wrong_shape(name: str, shape: tuple[int, ...], shards: Sequence[ParameterShard], ranks: Sequence[int]) -> str:
     held = ", ".join(f"{list(shard.shape)} on rank {rank}" for rank, shard in zip(ranks, shards, strict=True))
     return (
         f"the parameter {name} has the shape {list(shape)} by config.json, which its shards do not make up: {held} "

@@ -20,7 +20,7 @@ class Stopped(PublishError):
     """Another thread or rank has failed first."""
 
 
-class Signals:
+class StoreMessages:
     """For one thread of one rank."""
 
     def __init__(self, store: dist.Store, name: str) -> None:

@@ -103,10 +103,10 @@ def _collect(cases: str, folder: str) -> None:
     from megatron_a3po.parallel.layout import RankInfo, init_distributed
 
     cpu.install()
-    from megatron_a3po.weights import buckets
+    from megatron_a3po.weights import plan
     from megatron_a3po.weights.gather import WeightCollector
 
-    buckets._MIN_PIECE_BYTES = 1  # also buckets of so small a model are collected in several steps
+    plan._MIN_PIECE_BYTES = 1  # also buckets of so small a model are collected in several steps
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
     init_distributed(info, "cpu", 60.0)

@@ -19,7 +19,7 @@ from megatron_a3po.parallel.layout import RankInfo, init_distributed
 from megatron_a3po.parallel.reduce import reduce_statistics
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.transports.group import UpdateGroups
+from megatron_a3po.weights.transports.group import GroupTransport
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
 from tests.support.receiver import Json, Receiver, start_receiver
@@ -210,7 +210,7 @@ def _publishing(
     source.device = where
     backend = "nccl" if where.type == "cuda" else "gloo"
     with fleet_of(url) as fleet:
-        groups = UpdateGroups(
+        groups = GroupTransport(
             source.plan, fleet, gloo_group, run_id="test", backend=backend, timeout_seconds=TIMEOUT_SECONDS
         )
         with WeightPublisher(source, groups, fleet, gloo_group, timer=PhaseTimer()) as publisher:

@@ -19,9 +19,8 @@ from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
 from megatron_a3po.hf.shards import Shard, shard_name
 from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.plan import Bucket, Plan
+from megatron_a3po.weights.store_messages import StoreMessages
 
 FOLDER = "folder"
 """Signal of where owners write"""
@@ -49,15 +48,15 @@ def shards_of(plan: Plan) -> list[Shard]:
     return [Shard(file_name=name, tensors=bucket.tensors) for name, bucket in zip(names, plan.buckets, strict=True)]
 
 
-def wait_for_bucket(bucket: Bucket, signals: Signals, settings: FileSettings) -> str:
+def wait_for_bucket(bucket: Bucket, messages: StoreMessages, settings: FileSettings) -> str:
     """On rank 0: what the owner says of the bucket when it is written. Raises Stopped, PublishError."""
     what = f"rank {bucket.owner} could not write {bucket.title} to {settings.folder}"
-    return signals.wait_for(f"ready {bucket.number}", settings.timeout_seconds, what)
+    return messages.wait_for(f"ready {bucket.number}", settings.timeout_seconds, what)
 
 
-def announced_folder(signals: Signals, owner: int) -> Path:
+def announced_folder(messages: StoreMessages, owner: int) -> Path:
     """Where rank 0 says that the owner shall write. Raises PublishError where it cannot."""
-    folder = Path(signals.wait_for(FOLDER))
+    folder = Path(messages.wait_for(FOLDER))
     if not folder.is_dir():
         raise PublishError(f"rank {owner} does not see {folder}; publish.folder must be on shared storage")
     return folder
@@ -88,16 +87,16 @@ class DiskTransport:
     def prepare(self, members: Members) -> None:
         """Every server that takes part is told where to read."""
 
-    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+    def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
         """On the owner: write a bucket."""
-        folder = announced_folder(signals, bucket.owner)
+        folder = announced_folder(messages, bucket.owner)
         shard = self._shards[bucket.number]
         with SafetensorsWriter(folder / shard.file_name, shard.tensors) as writer:
             for name, tensor in bucket.views(buffer.cpu()).items():
                 writer.append(name, tensor)
-        signals.tell(f"ready {bucket.number}")
+        messages.tell(f"ready {bucket.number}")
 
-    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+    def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read the folder when all owners have written to it."""
         assert self._fleet is not None
         settings = self._settings
@@ -111,9 +110,9 @@ class DiskTransport:
             self._pause_first = False
         with timer.phase("publish/write"):
             output.begin(self._shards)
-            signals.tell(FOLDER, str(output.folder))
+            messages.tell(FOLDER, str(output.folder))
             for bucket in self._buckets:
-                wait_for_bucket(bucket, signals, settings)
+                wait_for_bucket(bucket, messages, settings)
             output.finish(self._shards)
         with timer.phase("publish/pause"):
             self._fleet.pause()

@@ -18,9 +18,8 @@ from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import update_group_name
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.plan import Plan, as_request
-from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.plan import Bucket, Plan, as_request
+from megatron_a3po.weights.store_messages import StoreMessages
 from megatron_a3po.weights.transports.rendezvous import join_as_first, meeting_place, open_store, wait_for_all
 
 _group_numbers = itertools.count()
@@ -32,7 +31,7 @@ _LATE_SECONDS = 5.0
 its scheduler trying for the group's own timeout, which is half an hour in SGLang"""
 
 
-class UpdateGroups:
+class GroupTransport:
     """One group for each owner of buckets: rank 0 in it is the owner, then every rank of every server.
 
     On every rank. A server receives one bucket at a time: SGLang's scheduler stands still in its broadcast, and two
@@ -84,42 +83,42 @@ class UpdateGroups:
             # One after the other, so that no two servers wait in different groups.
             self._build(owner, members, self._gloo_group)
 
-    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+    def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
         """On the owner: broadcast a bucket when it is its turn. Returns when all servers have received it."""
-        signals.tell(f"ready {bucket.number}")
-        signals.wait_for(f"go {bucket.number}")
+        messages.tell(f"ready {bucket.number}")
+        messages.wait_for(f"go {bucket.number}")
         # In a thread of its own: a server that refuses never joins, for which the broadcast would wait until its
         # timeout, and NCCL's first one for ever.
         self._pending = in_background(partial(_broadcast, buffer, self._group), "weight broadcast")
         while not wait([self._pending], _LOOK_SECONDS).done:
-            signals.raise_if_stopped()
+            messages.raise_if_stopped()
         self._pending.result()
         self._pending = None
 
-    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+    def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
         """On rank 0: have every server receive and load all buckets, each when its owner has it ready."""
         assert self._fleet is not None
         for bucket in self._plan.buckets:
             with timer.phase("publish/prepare"):
-                signals.wait_for(f"ready {bucket.number}", self._timeout_seconds, self._describe(bucket, "prepare"))
+                messages.wait_for(f"ready {bucket.number}", self._timeout_seconds, self._describe(bucket, "prepare"))
             if bucket.number == 0:
                 with timer.phase("publish/pause"):
                     self._fleet.pause()
                     self._fleet.begin(version)
             with timer.phase("publish/send"), as_publish_error(self._describe(bucket, "publish")):
-                self._announce(bucket, version, signals)
+                self._announce(bucket, version, messages)
         with timer.phase("publish/finish"):
             self._fleet.end()
 
-    def _announce(self, bucket: Bucket, version: int, signals: Signals) -> None:
+    def _announce(self, bucket: Bucket, version: int, messages: StoreMessages) -> None:
         assert self._fleet is not None
         request = as_request(bucket, self._names[bucket.owner])
         # The version goes with the last bucket: before it, no server holds the new weights as a whole.
         last = bucket is self._plan.buckets[-1]
         request |= {"weight_version": str(version)} if last else {}
         answer = self._fleet.update(request, self._timeout_seconds)
-        signals.tell(f"go {bucket.number}")
-        wait_for_all([answer], signals, self._timeout_seconds)
+        messages.tell(f"go {bucket.number}")
+        wait_for_all([answer], messages, self._timeout_seconds)
 
     def _describe(self, bucket: Bucket, what: str) -> str:
         return f"rank {bucket.owner} could not {what} {bucket.title} for {self._urls}"
@@ -175,10 +174,10 @@ class UpdateGroups:
             problem = problem_of(lambda: place.extend(self._open(members.urls)))
         problem, place = gather_json([problem, place], gloo_group)[owner]
         if problem is None:
-            signals = Signals(c10d._get_default_store(), self._names[owner])
-            problem = problem_of(lambda: self._join_together(owner, members, place, signals))
+            messages = StoreMessages(c10d._get_default_store(), self._names[owner])
+            problem = problem_of(lambda: self._join_together(owner, members, place, messages))
             problem = next((text for text in gather_json(problem, gloo_group) if text is not None), None)
-            signals.forget()
+            messages.forget()
         if problem is not None:
             self._end_meeting()
             raise PublishError(
@@ -198,7 +197,7 @@ class UpdateGroups:
         self._store = open_store(place, self._timeout_seconds)
         return place
 
-    def _join_together(self, owner: int, members: Members, place: list[Any], signals: Signals) -> None:
+    def _join_together(self, owner: int, members: Members, place: list[Any], messages: StoreMessages) -> None:
         """On rank 0 and the owner, which watch each other: a server that refuses never joins, and the owner would wait
         until the timeout."""
         address, port = place
@@ -215,11 +214,11 @@ class UpdateGroups:
                 )
                 self._built = in_background(join, "weight-update group")
                 waiting.append(self._built)
-            wait_for_all(waiting, signals, self._timeout_seconds)
+            wait_for_all(waiting, messages, self._timeout_seconds)
         except Exception as error:
             if self._fleet is not None:
                 self._fleet.mark_failed()
-            signals.stop(str(error) or type(error).__name__)
+            messages.stop(str(error) or type(error).__name__)
             raise
         if self._rank == owner and self._built is not None:
             self._group, self._built = self._built.result(), None

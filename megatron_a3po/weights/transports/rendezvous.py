@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.processes import free_port
-from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.store_messages import StoreMessages
 
 _LOOK_SECONDS = 0.005
 """Between looks at what others say"""
@@ -72,7 +72,7 @@ def join_as_first(
     return group
 
 
-def wait_for_all(futures: Sequence[Future[Any]], signals: Signals, timeout_seconds: float) -> None:
+def wait_for_all(futures: Sequence[Future[Any]], messages: StoreMessages, timeout_seconds: float) -> None:
     """Raises what the first of them raises, Stopped when another rank has failed, TimeoutError."""
     deadline = time.monotonic() + timeout_seconds
     waiting = set(futures)
@@ -80,7 +80,7 @@ def wait_for_all(futures: Sequence[Future[Any]], signals: Signals, timeout_secon
         done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
         for future in done:
             future.result()
-        signals.raise_if_stopped()
+        messages.raise_if_stopped()
         if waiting and time.monotonic() > deadline:
             raise TimeoutError(f"not complete after {timeout_seconds:g} s")
 

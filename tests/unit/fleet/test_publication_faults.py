@@ -15,10 +15,10 @@ from megatron_a3po.fleet import publication as control_module
 from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.protocol import generate_request
 from megatron_a3po.fleet.publication import Fleet
-from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.plan import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.store_messages import Signals
-from megatron_a3po.weights.transports.group import UpdateGroups
+from megatron_a3po.weights.transports.group import GroupTransport
 from tests.support.receiver import Json, Receiver, start_receiver
 from tests.support.scripted_server import (
     Action,
@@ -115,14 +115,14 @@ def nothing_is_sent() -> Iterator[None]:
     def send(_: object, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
         signals.tell(f"ready {bucket.number}")
 
-    def announce(groups: UpdateGroups, bucket: Bucket, version: int, signals: Signals) -> None:
+    def announce(groups: GroupTransport, bucket: Bucket, version: int, signals: Signals) -> None:
         assert groups._fleet is not None
         groups._fleet.update({"weight_version": str(version)}, 5.0).result(5.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UpdateGroups, "prepare", lambda *_: None)
-        patch.setattr(UpdateGroups, "send", send)
-        patch.setattr(UpdateGroups, "_announce", announce)
+        patch.setattr(GroupTransport, "prepare", lambda *_: None)
+        patch.setattr(GroupTransport, "send", send)
+        patch.setattr(GroupTransport, "_announce", announce)
         yield
 
 

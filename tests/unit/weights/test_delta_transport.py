@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
+from megatron_a3po.weights.plan import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.delta.folder import PUBLISHED, described_by
 from megatron_a3po.weights.transports.delta.followers import follow

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.double_buffer import BucketPipeline
+from megatron_a3po.weights.double_buffer import DoubleBuffer
+from megatron_a3po.weights.plan import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.disk import DiskTransport, FileSettings
-from megatron_a3po.weights.transports.group import UpdateGroups
+from megatron_a3po.weights.transports.group import GroupTransport
 from tests.support.receiver import Receiver
 from tests.support.scripted_server import refuse
 from tests.unit.weights.test_publisher import (  # noqa: F401
@@ -54,7 +54,7 @@ def through_disk(source: OneRank, fleet: Fleet, model: Path, *, after_group: boo
     disk = DiskTransport(source.plan, fleet, settings)
     if not after_group:
         return WeightPublisher(source, disk, fleet, group, timer=PhaseTimer())
-    groups = UpdateGroups(source.plan, fleet, group, run_id="disk", backend="gloo", timeout_seconds=15.0)
+    groups = GroupTransport(source.plan, fleet, group, run_id="disk", backend="gloo", timeout_seconds=15.0)
     return WeightPublisher(source, groups, fleet, group, timer=PhaseTimer(), fallback=disk)
 
 
@@ -224,7 +224,7 @@ def test_an_owner_that_does_not_get_on_is_an_error_that_names_it_and_the_bucket(
         assert FROM_DISK not in server.paths()
 
 
-def fill(pipeline: BucketPipeline, buckets: Iterator[Bucket]) -> None:
+def fill(pipeline: DoubleBuffer, buckets: Iterator[Bucket]) -> None:
     for bucket in buckets:
         buffer = pipeline.take_buffer()
         assert buffer is not None
@@ -243,7 +243,7 @@ def test_a_bucket_is_filled_while_the_one_before_is_sent_and_a_third_waits() -> 
         assert set(buffer.tolist()) == {bucket.number}
         sent.append(bucket.number)
 
-    pipeline = BucketPipeline(send, 16, torch.device("cpu"), num_buffers=2)
+    pipeline = DoubleBuffer(send, 16, torch.device("cpu"), num_buffers=2)
     buckets = iter(source.plan.buckets)
     fill(pipeline, (next(buckets) for _ in range(2)))  # does not wait for anything to be sent
     assert sending.acquire(timeout=60.0)

@@ -18,7 +18,7 @@ from megatron_a3po.weights.plan import (
     refuse_different_digests,
     refuse_other_names,
 )
-from megatron_a3po.weights.shards import Holdings, Shard
+from megatron_a3po.weights.shards import Holdings, ParameterShard
 
 VOCABULARY, HIDDEN = 10, 4
 SHAPES = {
@@ -37,7 +37,7 @@ def two_stages() -> list[Holdings]:
     stages = []
     for rank in range(4):
         first = 2 * (rank // 2)
-        shards: dict[str, Shard] = {}
+        shards: dict[str, ParameterShard] = {}
         if rank < 2:
             shards = {
                 "embedding.word_embeddings.weight": shard(6, HIDDEN),  # 12 rows with padding
@@ -54,8 +54,8 @@ def two_stages() -> list[Holdings]:
     return stages
 
 
-def shard(*shape: int) -> Shard:
-    return Shard(shape=shape, dtype=torch.bfloat16)
+def shard(*shape: int) -> ParameterShard:
+    return ParameterShard(shape=shape, dtype=torch.bfloat16)
 
 
 def parts(shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[PartSpec]:
@@ -70,12 +70,12 @@ def without(ranks: list[Holdings], rank: int, name: str) -> list[Holdings]:
     return [replace(held, shards=kept) if held.rank == rank else held for held in ranks]
 
 
-def holding(ranks: list[Holdings], rank: int, name: str, other: Shard) -> list[Holdings]:
+def holding(ranks: list[Holdings], rank: int, name: str, other: ParameterShard) -> list[Holdings]:
     return [replace(held, shards={**held.shards, name: other}) if held.rank == rank else held for held in ranks]
 
 
-def source_of(plan: Plan, name: str) -> object:
-    return next(source for part in plan.parts for source in part.sources if source.name == name)
+def parameter_of(plan: Plan, name: str) -> object:
+    return next(parameter for part in plan.parts for parameter in part.parameters if parameter.name == name)
 
 
 def test_every_tensor_is_sent_once_by_the_first_rank_of_its_stage() -> None:
@@ -104,27 +104,27 @@ def cut(whole: Tensor, axis: int, stride: int, num_ranks: int) -> list[Tensor]:
     ],
 )
 def test_shards_are_put_together_as_they_were_cut_and_padding_goes(name: str, axis: int, stride: int) -> None:
-    source = source_of(make_plan(parts(), two_stages(), bucket_bytes=1000), name)
+    parameter = parameter_of(make_plan(parts(), two_stages(), bucket_bytes=1000), name)
     whole = torch.randn(SHAPES[name])
     padded = torch.cat([whole, torch.full((2, HIDDEN), torch.nan)]) if "embedding" in name else whole
 
-    merged = source.merge(cut(padded, axis, stride, 2))  # type: ignore[attr-defined]
+    merged = parameter.merge(cut(padded, axis, stride, 2))  # type: ignore[attr-defined]
 
-    assert source.ranks == (0, 1)  # type: ignore[attr-defined]
+    assert parameter.ranks == (0, 1)  # type: ignore[attr-defined]
     assert torch.equal(merged, whole)
 
 
 def test_an_expert_comes_from_the_rank_that_holds_it() -> None:
     plan = make_plan(parts(), two_stages(), bucket_bytes=1000)
 
-    ranks = [source_of(plan, f"decoder.layers.0.experts.linear_fc2.weight{number}").ranks for number in (0, 1)]  # type: ignore[attr-defined]
+    ranks = [parameter_of(plan, f"decoder.layers.0.experts.linear_fc2.weight{number}").ranks for number in (0, 1)]  # type: ignore[attr-defined]
     assert ranks == [(0,), (1,)]
 
 
 def test_what_every_rank_of_a_stage_holds_whole_is_not_collected() -> None:
-    source = source_of(make_plan(parts(), two_stages(), bucket_bytes=1000), "decoder.layers.0.norm.weight")
+    parameter = parameter_of(make_plan(parts(), two_stages(), bucket_bytes=1000), "decoder.layers.0.norm.weight")
 
-    assert source.ranks == (0,)  # type: ignore[attr-defined]
+    assert parameter.ranks == (0,)  # type: ignore[attr-defined]
 
 
 def test_the_plan_does_not_depend_on_the_rank_that_makes_it_and_its_digest_tells_plans_apart() -> None:
@@ -171,7 +171,9 @@ def test_a_parameter_that_the_model_does_not_have_is_an_error_that_names_the_ran
         ("embedding.word_embeddings.weight", shard(4, HIDDEN)),
     ],
 )
-def test_shards_that_do_not_make_up_the_whole_are_an_error_before_anything_is_sent(name: str, wrong: Shard) -> None:
+def test_shards_that_do_not_make_up_the_whole_are_an_error_before_anything_is_sent(
+    name: str, wrong: ParameterShard
+) -> None:
     ranks = holding(holding(two_stages(), 0, name, wrong), 1, name, wrong)
 
     with pytest.raises(PublishError, match=rf"(?s){name}.*rank 0.*rank 1"):
@@ -180,7 +182,7 @@ def test_shards_that_do_not_make_up_the_whole_are_an_error_before_anything_is_se
 
 def test_shards_of_different_dtypes_are_an_error() -> None:
     name = "decoder.layers.0.linear_proj.weight"
-    ranks = holding(two_stages(), 1, name, Shard(shape=(HIDDEN, 4), dtype=torch.float32))
+    ranks = holding(two_stages(), 1, name, ParameterShard(shape=(HIDDEN, 4), dtype=torch.float32))
 
     with pytest.raises(PublishError, match=f"rank 1.*{name}"):
         make_plan(parts(), ranks, bucket_bytes=1000)
@@ -204,7 +206,7 @@ def test_a_name_that_comes_twice_and_a_model_without_tensors_are_errors() -> Non
 
 
 def one_rank(tensors: Sequence[tuple[str, int, torch.dtype]], bucket_bytes: int) -> Plan:
-    shards = {name: Shard(shape=(size,), dtype=dtype) for name, size, dtype in tensors}
+    shards = {name: ParameterShard(shape=(size,), dtype=dtype) for name, size, dtype in tensors}
     held = Holdings(rank=0, stage=0, tensor_group=(0,), expert_group=(0,), shards=shards)
     specs = [
         PartSpec(shapes={name: (size,)}, tensors=(TensorSpec(name=name, dtype=dtype, shape=(size,)),))

@@ -20,11 +20,10 @@ from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.plan import PartSpec, make_plan
+from megatron_a3po.weights.plan import Bucket, PartSpec, make_plan
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.shards import Holdings, Shard
-from megatron_a3po.weights.transports.group import UpdateGroups
+from megatron_a3po.weights.shards import Holdings, ParameterShard
+from megatron_a3po.weights.transports.group import GroupTransport
 from tests.support.paths import ROOT
 from tests.support.receiver import Receiver, start_receiver
 from tests.support.scripted_server import ScriptedServer, answer, hang, refuse
@@ -101,7 +100,7 @@ class OneRank:
     def __init__(self, tensors: Callable[[], Named], bucket_bytes: int) -> None:
         self._tensors = tensors
         first = tensors()
-        shards = {name: Shard(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in first}
+        shards = {name: ParameterShard(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in first}
         held = Holdings(rank=0, stage=0, tensor_group=(0,), expert_group=(0,), shards=shards)
         parts = [
             PartSpec(
@@ -141,7 +140,7 @@ def publishing(
 def make_publisher(source: OneRank, fleet: Fleet, timeout_seconds: float) -> WeightPublisher:
     group = dist.group.WORLD
     assert group is not None
-    groups = UpdateGroups(source.plan, fleet, group, run_id="test", backend="gloo", timeout_seconds=timeout_seconds)
+    groups = GroupTransport(source.plan, fleet, group, run_id="test", backend="gloo", timeout_seconds=timeout_seconds)
     return WeightPublisher(source, groups, fleet, group, timer=PhaseTimer())
 
 

@@ -12,9 +12,8 @@ from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.run_dir import FolderLock
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.buckets import Bucket
-from megatron_a3po.weights.plan import Plan
-from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.plan import Bucket, Plan
+from megatron_a3po.weights.store_messages import StoreMessages
 from megatron_a3po.weights.transports.delta.folder import MODEL, PUBLISHED, Published, lock_local, make_local_folder
 from megatron_a3po.weights.transports.delta.followers import wait_for_followers
 from megatron_a3po.weights.transports.delta.writer import OwnedShard, Written
@@ -54,14 +53,14 @@ class DeltaTransport:
     def prepare(self, members: Members) -> None:
         """Every server that takes part is told where to read."""
 
-    def send(self, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
+    def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
         """On the owner: write a bucket, or what has changed in it."""
-        folder = announced_folder(signals, bucket.owner)
+        folder = announced_folder(messages, bucket.owner)
         name = self._shards[bucket.number].file_name
         owned = self._owned.setdefault(bucket.number, OwnedShard(name, bucket.tensors))
-        signals.tell(f"ready {bucket.number}", owned.write(folder, buffer).model_dump_json())
+        messages.tell(f"ready {bucket.number}", owned.write(folder, buffer).model_dump_json())
 
-    def deliver(self, version: int, signals: Signals, timer: PhaseTimer) -> None:
+    def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
         """On rank 0: have all servers read their machine's folder when it holds the version."""
         assert self._fleet is not None
         self._take_folders()
@@ -73,15 +72,15 @@ class DeltaTransport:
             self._pause_first = False
         with timer.phase("publish/write"):
             self._describe(start / MODEL)
-            signals.tell(FOLDER, str(start))
-            told = [wait_for_bucket(bucket, signals, settings) for bucket in self._buckets]
+            messages.tell(FOLDER, str(start))
+            told = [wait_for_bucket(bucket, messages, settings) for bucket in self._buckets]
             written = [Written.model_validate_json(text) for text in told]
             published = Published(version=version, start=self._start, shards=tuple(each.shard for each in written))
             write_durably(folder / PUBLISHED, published.model_dump_json() + "\n")
         self._metrics = _metrics(written)
         with timer.phase("publish/apply"):
             if self._followed:
-                wait_for_followers(folder, published, settings.timeout_seconds, signals.raise_if_stopped)
+                wait_for_followers(folder, published, settings.timeout_seconds, messages.raise_if_stopped)
             else:
                 make_local_folder(folder, self._local, published)
         with timer.phase("publish/pause"):
