@@ -7,7 +7,7 @@ export VENV
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart lint test parity format clean
+.PHONY: help setup quickstart check lint unit test test-all test-gpu parity docs format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -18,15 +18,23 @@ setup: ## make the Python environment, or bring it up to date
 quickstart: ## train a tiny model on two CPU cores; key=value changes the configuration
 	@bash examples/run_a3po_tiny_cpu.sh $(filter-out VENV=% DEVICE=%,$(MAKEOVERRIDES))
 
+check: setup ## lint and unit tests, side by side: what to run before a commit
+	@$(MAKE) --no-print-directory -j2 lint unit
+
 lint: setup ## formatting, ruff, types and import directions
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
-	$(bin)/mypy
 	$(bin)/lint-imports
+	$(bin)/mypy
 
-test: lint ## set-up, lint, then all tests: unit, distributed, e2e; gpu tests skip themselves without a GPU
-	OMP_NUM_THREADS=1 $(bin)/pytest -n logical --maxprocesses 4 tests/unit
-	$(bin)/pytest tests/distributed tests/e2e tests/gpu
+unit: setup ## tests of single parts, in parallel
+	OMP_NUM_THREADS=1 $(bin)/pytest -n logical --maxprocesses 4 --dist loadgroup tests/unit
+
+test: check ## all that CI runs: check, then several ranks and whole runs; gpu tests skip themselves without a GPU
+	$(bin)/pytest -n 2 --dist loadgroup -m "not nightly" tests/distributed tests/e2e tests/gpu
+
+test-all: check ## for nights: also every layout, every place to be killed at, and long faults
+	$(bin)/pytest -n 2 --dist loadgroup tests/distributed tests/e2e tests/gpu
 
 parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table

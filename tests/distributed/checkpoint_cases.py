@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tests.distributed.launch import end_model_parallel
 from tests.distributed.parity import WORLD_SIZE, Case, configuration, exported, use_small_buckets
+from tests.support.deadlines import scaled
 
 STEPS_BEFORE, STEPS_AFTER = 2, 5
 
@@ -26,7 +27,7 @@ def main(encoded: str, folder: str, device: Literal["cpu", "cuda"]) -> None:
         use_small_buckets()
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, device, 60.0)
+    init_distributed(info, device, scaled(60.0))
     for number, case in enumerate(Case(**fields) for fields in json.loads(encoded)):
         model = Path(folder) / case.family
         if info.rank == 0 and not model.exists():

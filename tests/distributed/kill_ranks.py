@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 
 from megatron_a3po.runtime.processes import free_port
 from tests.distributed.forks import fork_ranks, serve_jobs
+from tests.support.deadlines import scaled
 
 WORLD_SIZE = 4
-DEADLINE_SECONDS = 100.0
+DEADLINE_SECONDS = scaled(100.0)
 TOO_LATE = 99
 NOW = SimpleNamespace(training=0, saving=0, publishing=-1, training_begins={3: threading.Event(), 4: threading.Event()})
 """Steps that this rank trains and saves, the version that it publishes."""

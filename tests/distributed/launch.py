@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_a3po.runtime.processes import free_port
 from tests.distributed.forks import Ended
+from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
 
 RANK_ENVIRONMENT = {
@@ -52,7 +53,7 @@ def run_ranks(
             "world_size": world_size,
             "environment": environment,
             "log": f"{directory}/log",
-            "timeout_seconds": timeout_seconds,
+            "timeout_seconds": scaled(timeout_seconds),
         }
         ended = _spawn(job) if with_gpus else _fork(job)
         logs = [Path(f"{directory}/log.rank{rank}") for rank in range(world_size)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.launch import end_model_parallel, run_ranks
+from tests.support.deadlines import scaled
 
 LEARNING_RATE = 2e-4
 ADAM_EPSILON = 1e-3
@@ -82,7 +83,7 @@ def _run_cases(encoded: str, folder: str) -> None:
     use_small_buckets()
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, "cpu", 60.0)
+    init_distributed(info, "cpu", scaled(60.0))
     for case in [Case(**fields) for fields in json.loads(encoded)]:
         model_folder = Path(folder) / case.family
         if info.rank == 0 and not model_folder.exists():

@@ -10,8 +10,7 @@ from tests.distributed.conversion_cases import ALL_ON_MANY_RANKS, run_conversion
 from tests.distributed.launch import ROOT
 from tests.distributed.parity import LIMITS, WORLD_SIZE, Case, Difference, layout_title, run_parity
 from tests.distributed.parity_cases import ALL
-
-_CASES_PER_START = 12
+from tests.distributed.test_parity import CASES_PER_START
 
 _HEAD = f"""# Parity: the actor in every layout against Hugging Face
 
@@ -45,8 +44,8 @@ element once is made over what they held. Training in these layouts is not compa
 def main() -> int:
     """0 if every case is within the limits."""
     rows, failed = [], 0
-    for start in range(0, len(ALL), _CASES_PER_START):
-        cases = ALL[start : start + _CASES_PER_START]
+    for start in range(0, len(ALL), CASES_PER_START):
+        cases = ALL[start : start + CASES_PER_START]
         begun = time.monotonic()
         for case, difference in zip(cases, run_parity(cases, timeout_seconds=900), strict=True):
             exceeded = [name for name, limit in LIMITS.items() if not getattr(difference, name) <= limit]

@@ -15,6 +15,7 @@ from tests.distributed.conversion_cases import (
     run_conversions_in_turn,
 )
 from tests.distributed.launch import RANK_ENVIRONMENT, ROOT
+from tests.support.deadlines import scaled
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -58,7 +59,9 @@ def test_in_an_environment_for_gpus_without_a_gpu_transformer_engine_is_not_touc
             str(tmp_path / target),
             "--verify",
         ]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=scaled(200), check=False, env=environment
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         assert "equal bit by bit" in result.stdout and "logits of" in result.stdout
     assert differing_tensors(tmp_path / "hf", tmp_path / "back") == []

@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import COLLECTED, Case, changed_policy, encoded, expected_bytes
+from tests.support.deadlines import scaled
 
 SMALL_BUCKET = 60_000
 """Bytes: several buckets on each stage, and parts that are larger than one."""
@@ -109,7 +110,7 @@ def _collect(cases: str, folder: str) -> None:
     plan._MIN_PIECE_BYTES = 1  # also buckets of so small a model are collected in several steps
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, "cpu", 60.0)
+    init_distributed(info, "cpu", scaled(60.0))
     for case in [Case(**fields) for fields in json.loads(cases)]:
         path = Path(folder) / case.family
         model = changed_policy(case, path)

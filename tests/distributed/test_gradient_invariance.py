@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import WORLD_SIZE, Case, configuration, reduced_gradients
+from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.distributed
 
@@ -76,7 +77,7 @@ def _run_splits(folder: str) -> None:
     cpu.install()
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, "cpu", 60.0)
+    init_distributed(info, "cpu", scaled(60.0))
     model = Path(folder) / "qwen3"
     batch = None
     if info.rank == 0:

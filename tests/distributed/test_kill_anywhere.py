@@ -57,6 +57,9 @@ KILLS = {
     "die_in_background": kill(2, 1, UNFINISHED, checkpoint={"asynchronous": True}),
 }
 
+EVERY_TIME = ("die_in_optimizer", "die_in_publish", "die_in_shard", "die_before_rename", "die_in_background")
+OTHERS = [name for name in KILLS if name not in EVERY_TIME]
+
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
@@ -138,7 +141,7 @@ def test_the_run_is_worth_comparing(never_killed: Path) -> None:
     assert all(before.files[name] != expected.files[name] for name in expected.files)
 
 
-@pytest.mark.parametrize("where", KILLS)
+@pytest.mark.parametrize("where", [*EVERY_TIME, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_a_run_that_is_killed_and_resumed_equals_the_run_that_was_never_killed(
     launch: Launch, never_killed: Path, tmp_path: Path, where: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.distributed import checkpoint_cases
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import WORLD_SIZE, Case, configuration
+from tests.support.deadlines import scaled
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -74,7 +75,7 @@ def _run_early(folder: str) -> None:
     _take_bf16_for_a_gpus()
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, "cpu", 60.0)
+    init_distributed(info, "cpu", scaled(60.0))
     model, saved = Path(folder) / DATA_PARALLEL.family, Path(folder) / "saved"
     if info.rank == 0:
         from tests.support.tiny_models import save_tiny_model

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import PUBLISHED, Case, change, changed_policy, encoded, expected_bytes
+from tests.support.deadlines import scaled
 from tests.support.receiver import Json, start_receiver
 from tests.support.scripted_server import ScriptedServer, close_connection, refuse, success
 from tests.support.tiny_models import save_tiny_model
@@ -220,7 +221,7 @@ def _start() -> None:
 
     cpu.install()
     torch.set_num_threads(1)
-    init_distributed(RankInfo.from_environment(), "cpu", 60.0)
+    init_distributed(RankInfo.from_environment(), "cpu", scaled(60.0))
 
 
 def _configuration(case: Case, folder: str) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import WORLD_SIZE, Case, configuration
+from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.distributed
 
@@ -104,7 +105,7 @@ def _run_scenarios(folder: str) -> None:
     cpu.install()
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, "cpu", 60.0)
+    init_distributed(info, "cpu", scaled(60.0))
     batches: dict[str, list[Any]] = {}
     for family in sorted({case.family for case in LAYOUTS.values()}):
         plain = None

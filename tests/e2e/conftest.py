@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import ROOT, get, wait_until
+from tests.support.deadlines import scaled
 
 SERVER_START_SECONDS = 240.0
 
@@ -17,7 +18,9 @@ SERVER_START_SECONDS = 240.0
 def model() -> Path:
     """The quickstart's model, as its own tool makes it."""
     folder = ROOT / "models" / "tiny_qwen3"
-    subprocess.run([sys.executable, "tools/make_tiny_model.py", "--output", folder], cwd=ROOT, check=True, timeout=240)
+    subprocess.run(
+        [sys.executable, "tools/make_tiny_model.py", "--output", folder], cwd=ROOT, check=True, timeout=scaled(240)
+    )
     return folder
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
 
 
@@ -50,7 +51,7 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
 def run_to_end(command: list[str], log: Path, timeout_seconds: float) -> tuple[int, str]:
     """(exit code, all output)"""
     with started(command, log) as process:
-        code = process.wait(timeout_seconds)
+        code = process.wait(scaled(timeout_seconds))
     return code, log.read_text(errors="replace")
 
 
@@ -86,7 +87,7 @@ def find_server(process_id: int) -> int | None:
 def wait_until(
     condition: Callable[[], Any], timeout_seconds: float, describe: Callable[[], str | None] = lambda: None
 ) -> None:
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + scaled(timeout_seconds)
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_seconds:g} s; {describe() or ''}"
         assert describe() is None, describe()
@@ -112,7 +113,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 def _open(request: urllib.request.Request) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=scaled(30)) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -47,6 +47,7 @@ def test_a_run_starts_from_megatrons_weights_and_its_exports_and_checkpoints_are
         assert (folder / "generation_config.json").exists()
 
 
+@pytest.mark.nightly
 def test_the_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> None:
     peaks: dict[str, list[float]] = {}
     for layers in (1, 8):

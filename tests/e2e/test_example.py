@@ -12,6 +12,7 @@ import pytest
 
 from megatron_a3po.runtime.processes import free_port
 from tests.e2e.runs import ROOT, alive, descendants, environment, metrics, run_to_end, started, wait_until
+from tests.support.deadlines import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -60,11 +61,12 @@ def test_torchrun_takes_it_as_its_program_and_stops_it_with_its_servers(model: P
         assert process.poll() is None, (tmp_path / "output.log").read_text()
         family = descendants(process.pid)
         process.terminate()
-        process.wait(60)
+        process.wait(scaled(60))
         wait_until(lambda: not alive(family), 30)
     assert list((run_dir / "servers").iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_two_nodes_train_together_each_with_its_own_server(model: Path, tmp_path: Path) -> None:
     run_dir, port = tmp_path / "run", free_port()
     processes: list[subprocess.Popen[bytes]] = []
@@ -74,7 +76,7 @@ def test_two_nodes_train_together_each_with_its_own_server(model: Path, tmp_path
             command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"]
             command = ["env", f"NODE_ADDRESS=127.0.0.{node + 1}", *command, SCRIPT, f"run_dir={run_dir}", *SMALL]
             processes.append(stack.enter_context(started(command, tmp_path / f"node{node}.log")))
-        codes = [process.wait(400) for process in processes]
+        codes = [process.wait(scaled(400)) for process in processes]
     outputs = [(tmp_path / f"node{node}.log").read_text(errors="replace") for node in range(2)]
     assert codes == [0, 0], "\n".join(outputs)
     for node, output in enumerate(outputs):
@@ -89,14 +91,14 @@ def dry_run(*arguments: str, **variables: str) -> tuple[int, str]:
         env=environment() | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
     )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_a_dry_run_says_what_would_run_where(model: Path, tmp_path: Path) -> None:
     if not (ROOT / "data" / "tiny_words").exists():
-        subprocess.run([sys.executable, "tools/make_tiny_dataset.py"], cwd=ROOT, check=True, timeout=120)
+        subprocess.run([sys.executable, "tools/make_tiny_dataset.py"], cwd=ROOT, check=True, timeout=scaled(120))
     variables: dict[str, Any] = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     code, output = dry_run("seed=3", **variables)
     assert code == 0, output

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import alive, descendants, find_server, metrics, started, wait_until
+from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +38,7 @@ def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process
         os.kill(server, signal.SIGKILL)
         killed_at = time.monotonic()
 
-        assert process.wait(60.0) != 0
+        assert process.wait(scaled(60.0)) != 0
         output = log.read_text()
         assert f"the rollout server (process {server}) was killed by SIGKILL" in output
         assert output.count("error on rank") == 1, output
@@ -45,7 +46,10 @@ def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process
         wait_until(lambda: not alive(everything), 60.0 - (time.monotonic() - killed_at))
 
 
-@pytest.mark.parametrize("whom", ["terminal", "script", "rank 0", "rank 3"])
+@pytest.mark.parametrize(
+    "whom",
+    ["terminal", "rank 3", *(pytest.param(whom, marks=pytest.mark.nightly) for whom in ("script", "rank 0"))],
+)
 def test_an_interrupted_run_leaves_no_process(model: Path, tmp_path: Path, whom: str) -> None:
     with run_in_full_swing(model, tmp_path) as (process, log):
         everything = descendants(process.pid)
@@ -56,7 +60,7 @@ def test_an_interrupted_run_leaves_no_process(model: Path, tmp_path: Path, whom:
         else:
             os.kill(_rank(everything, whom.removeprefix("rank ")), signal.SIGKILL)
 
-        assert process.wait(60.0) != 0
+        assert process.wait(scaled(60.0)) != 0
         wait_until(lambda: not alive(everything), 40.0)
         if whom in ("terminal", "script"):
             assert "ended by SIG" in log.read_text()

@@ -15,6 +15,7 @@ import yaml
 from megatron_a3po.checkpoint.store import checkpoint_folders
 from megatron_a3po.runtime.manifest import check
 from tests.e2e.runs import alive, descendants, metrics, run_to_end, started, wait_until
+from tests.support.deadlines import scaled
 from tests.support.scripted_rollouts import make_model, scripted_server, settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -68,7 +69,7 @@ def test_ranks_that_get_sigterm_save_and_torchrun_restarts_them_where_they_were(
         wait_until(lambda: len(metrics(run)) > step + 3, 120.0, lambda: log.read_text() if process.poll() else None)
         everything = descendants(process.pid)
         process.terminate()
-        assert process.wait(60.0) != 0
+        assert process.wait(scaled(60.0)) != 0
         wait_until(lambda: not alive(everything), 20.0)
     output = log.read_text()
     assert f"resumed: step {step} is published again" in output
@@ -85,7 +86,7 @@ def test_without_checkpoints_a_sigterm_ends_the_run_at_once(tiny_model: Path, ur
     with run_after_two_steps(torchrun(config, tmp_path), run, log) as process:
         everything = descendants(process.pid)
         process.terminate()
-        assert process.wait(60.0) != 0
+        assert process.wait(scaled(60.0)) != 0
         wait_until(lambda: not alive(everything), 20.0)
     assert "ended by SIGTERM, with everything that the run had started" in log.read_text()
 

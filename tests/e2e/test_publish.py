@@ -17,6 +17,7 @@ from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import Case, changed_policy, encoded
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import get, post, wait_until
+from tests.support.deadlines import scaled
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,6 +36,8 @@ LAYOUTS: dict[str, list[dict[str, int]]] = {
     ],
     "qwen3_mqa": [{"tensor": 4}],
 }
+EVERY_TIME = ("qwen3", "qwen3_moe")
+OTHERS = [family for family in LAYOUTS if family not in EVERY_TIME]
 RANKS = dict.fromkeys(LAYOUTS, (1, 1)) | {"qwen3": (2, 1)}
 """Tensor-parallel ranks of the two servers. Not of one key-value head: there SGLang's second rank on a CPU holds the
 padding of its attention."""
@@ -89,7 +92,7 @@ def hugging_face_logprobs(folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", [*EVERY_TIME, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_servers_hold_the_trainers_weights_whatever_its_layout(family: str, tmp_path: Path) -> None:
     model, changed = tmp_path / family, tmp_path / "changed"
     save_tiny_model(family, model)
@@ -141,7 +144,7 @@ def _publish(cases: str, folder: str, urls: str) -> None:
     cpu.install()
     torch.set_num_threads(1)
     info = RankInfo.from_environment()
-    init_distributed(info, "cpu", 120.0)
+    init_distributed(info, "cpu", scaled(120.0))
     for case in [Case(**fields) for fields in json.loads(cases)]:
         path = Path(folder) / case.family
         model = changed_policy(case, path)

@@ -15,6 +15,7 @@ from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import Case, changed_policy
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import ROOT, environment, get, post, wait_until
+from tests.support.deadlines import scaled
 from tests.support.documented_metrics import undocumented
 from tests.support.tiny_models import save_tiny_model
 
@@ -68,7 +69,7 @@ def _publish(folder: str, url: str) -> None:
     cpu.install()
     torch.set_num_threads(1)
     is_first = RankInfo.from_environment().rank == 0
-    init_distributed(RankInfo.from_environment(), "cpu", 120.0)
+    init_distributed(RankInfo.from_environment(), "cpu", scaled(120.0))
     path = Path(folder) / CASE.family
     model = changed_policy(CASE, path)
 
@@ -110,7 +111,7 @@ def _follower(folder: str, is_first: bool) -> Iterator[Callable[[], None]]:
     def start() -> None:
         for process in processes:
             process.kill()
-            process.wait(10.0)
+            process.wait(scaled(10.0))
         with Path(folder, "follower.log").open("ab") as log:
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log))
 
@@ -121,7 +122,7 @@ def _follower(folder: str, is_first: bool) -> Iterator[Callable[[], None]]:
     finally:
         for process in processes:
             process.terminate()
-            process.wait(10.0)
+            process.wait(scaled(10.0))
 
 
 def _checksums(url: str) -> dict[str, str]:

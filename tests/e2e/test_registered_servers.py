@@ -12,8 +12,9 @@ import pytest
 from megatron_a3po.serving.registry import Registration, read_registrations
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import alive, get, metrics, started, torchrun, wait_until
+from tests.support.deadlines import scaled
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 KEY = "5ec2e7-of-this-run"
 STEP_SECONDS = 120.0
@@ -64,7 +65,7 @@ def test_a_run_finds_a_server_gets_another_one_loses_it_and_takes_it_back(model:
 
         for name in ("second", "first"):
             processes[name].send_signal(signal.SIGTERM)
-            assert processes[name].wait(30.0) == 0
+            assert processes[name].wait(scaled(30.0)) == 0
         assert registered() == []
         assert alive([first.process_id, again.process_id]) == []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import alive, descendants, metrics, run_to_end, started, torchrun, wait_until
+from tests.support.deadlines import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -22,7 +23,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_or_repeats_nothing(m
         )
         everything = descendants(process.pid)
         os.kill(_rank_zero(everything), signal.SIGKILL)
-        assert process.wait(60.0) != 0
+        assert process.wait(scaled(60.0)) != 0
         wait_until(lambda: not alive(everything), 40.0)
     assert [row["step"] for row in metrics(run)][:5] == [0, 1, 2, 3, 4]
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_a3po.cpu.rollout_server import server_environment
 from tests.e2e.runs import ROOT, environment
+from tests.support.deadlines import scaled
 from tests.unit.weights.test_publisher import fleet_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -57,7 +58,7 @@ def test_checksums_tell_of_no_scales_of_fp8_blocks_whose_weights_cannot_be_skipp
         env=environment() | server_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=scaled(300),
     )
     assert done.returncode == 0, done.stderr
     blocks, kept_of_blocks, plain, kept_of_plain, one_scale, _ = json.loads(done.stdout.splitlines()[-1])

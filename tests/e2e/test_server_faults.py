@@ -30,11 +30,12 @@ from megatron_a3po.types import Trajectory
 from megatron_a3po.weights.publisher import WeightPublisher
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import get, post, wait_until
+from tests.support.deadlines import scaled
 from tests.unit.weights.test_publisher import OneRank, make_publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-PUBLISH_SECONDS = 90.0
+PUBLISH_SECONDS = scaled(90.0)
 IN_PLACE = ("--disable-radix-cache", "--disable-overlap-schedule")
 TEMPERATURE, LENGTH = 4.0, 220
 """Hot, so that responses rarely end before they are long."""
@@ -81,14 +82,14 @@ class Run:
 
     def __init__(self, model: Path, urls: list[str], pause_mode: str, name: str | None = None) -> None:
         async def build() -> ServerPool:
-            return ServerPool(urls, timeout_seconds=120.0, run=name, min_servers=1, pause_mode=pause_mode)
+            return ServerPool(urls, timeout_seconds=scaled(120.0), run=name, min_servers=1, pause_mode=pause_mode)
 
         self.model, self.weights, self.loop = model, Weights(model), EventLoopThread()
         self.pool = self.loop.run(build())
-        self.loop.run(self.pool.wait_ready(60.0), 90.0)
+        self.loop.run(self.pool.wait_ready(scaled(60.0)), scaled(90.0))
         self.watch = self.loop.submit(self.pool.watch())
-        self.fleet = Control(self.pool, self.loop, timeout_seconds=30.0)
-        self.publisher: WeightPublisher = make_publisher(self.weights, self.fleet, 30.0)
+        self.fleet = Control(self.pool, self.loop, timeout_seconds=scaled(30.0))
+        self.publisher: WeightPublisher = make_publisher(self.weights, self.fleet, scaled(30.0))
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.prompt = Prompt(prompt_id="p", token_ids=tuple(tokenizer.encode("Spell this word backward: sun")))
         self.sampler = Sampler(
@@ -120,7 +121,7 @@ class Run:
 
     def check(self, futures: list[Future[Responses]], versions: set[int]) -> list[Trajectory]:
         """Every token is of one of the versions, and its log-prob is Hugging Face's by the weights of that version."""
-        found = [trajectory for future in futures for trajectory in future.result(120.0).trajectories]
+        found = [trajectory for future in futures for trajectory in future.result(scaled(120.0)).trajectories]
         assert {int(version) for item in found for version in item.weight_versions} == versions
         expected = {version: self._logprobs(version, found) for version in versions}
         for number, item in enumerate(found):
@@ -142,7 +143,7 @@ class Run:
     def close(self) -> None:
         self.publisher.__exit__(None, None, None)
         self.watch.cancel()
-        self.loop.run(self.pool.close(), 10.0)
+        self.loop.run(self.pool.close(), scaled(10.0))
         self.loop.close()
 
 
@@ -176,7 +177,9 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         # A TCPStore asks the resolver for the name of each client, for its log: 5 s where no resolver answers.
         patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=scaled(60))
+        )
         yield Servers(model, tmp_path_factory.mktemp("servers"), stack)
         dist.destroy_process_group()
 
@@ -207,7 +210,7 @@ def test_a_server_that_refuses_is_killed_and_restarted_is_left_out_until_it_hold
     run.fleet.before[3] = servers.kill
     metrics = run.publish(4)
     assert (run.quarantined(), metrics["servers_healthy"]) == ([second], 1)
-    assert len([future.result(120.0) for future in sampling]) == 8
+    assert len([future.result(scaled(120.0)) for future in sampling]) == 8
     run.check(run.sample(), {4})
 
     # Back, with old weights under the label of the present version.
@@ -244,7 +247,7 @@ def test_in_place_each_token_has_the_version_that_sampled_it_though_keys_and_val
     with monkeypatch.context() as patch:
         patch.setattr(run.weights, "of", lambda _: zero_norm)
         run.publish(1)
-    found = [trajectory for future in sampling for trajectory in future.result(120.0).trajectories]
+    found = [trajectory for future in sampling for trajectory in future.result(scaled(120.0)).trajectories]
     versions = torch.cat([item.weight_versions for item in found])
     logprobs = torch.cat([item.behaviour_logprobs for item in found])
     assert set(versions.tolist()) == {0, 1}
@@ -263,7 +266,9 @@ def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_bac
 
     def pause_one_in_place() -> None:
         modes = {urls[0]: "retract", urls[1]: "in_place"}
-        run.loop.run(run.pool.for_each(lambda s: run.pool.post(s, "/pause_generation", {"mode": modes[s.url]})), 10.0)
+        run.loop.run(
+            run.pool.for_each(lambda s: run.pool.post(s, "/pause_generation", {"mode": modes[s.url]})), scaled(10.0)
+        )
 
     sampling, version = [], 0
     with pytest.MonkeyPatch.context() as patch:
@@ -274,7 +279,7 @@ def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_bac
             run.publish(version)
     (out,) = run.pool.states.quarantined
     assert out.url == urls[1] and "6 times in a row" in str(out.error)
-    assert len([future.result(120.0) for future in sampling]) == 8 * version
+    assert len([future.result(scaled(120.0)) for future in sampling]) == 8 * version
     assert run.publish(version + 1)["server_resyncs"] == 1
     run.check(run.sample(), {version + 1})
     run.close()
@@ -287,7 +292,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_has_the_server_when_i
     sampling = first.sample()
     with pytest.raises(RolloutError, match=rf"{url}: another run.*version 17 of /runs/first \(host a, process 1\)"):
         Run(servers.model, [url], "retract", "/runs/second (host b, process 2)")
-    assert len([future.result(120.0) for future in sampling]) == 8
+    assert len([future.result(scaled(120.0)) for future in sampling]) == 8
     assert first.quarantined() == [] and not first.watch.done()
 
     async def die() -> None:
@@ -295,14 +300,14 @@ def test_a_second_run_is_refused_while_the_first_lives_and_has_the_server_when_i
         assert keeper is not None
         keeper.cancel()
 
-    first.loop.run(die(), 5.0)
+    first.loop.run(die(), scaled(5.0))
     first.watch.cancel()
     second = Run(servers.model, [url], "retract", "/runs/second (host b, process 2)")
     second.publish(17)
-    assert len([future.result(120.0) for future in second.sample()]) == 8
+    assert len([future.result(scaled(120.0)) for future in second.sample()]) == 8
     assert second.quarantined() == []
     # The first goes on to sample there: the version has the same number, and is not its own.
     with pytest.raises(RolloutError, match="17 of /runs/second"):
-        first.sample(1)[0].result(60.0)
+        first.sample(1)[0].result(scaled(60.0))
     for run in (first, second):
         run.close()

@@ -11,6 +11,7 @@ import yaml
 
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from tests.e2e.runs import metrics, started, wait_until
+from tests.support.deadlines import scaled
 from tests.support.receiver import start_receiver
 from tests.support.scripted_rollouts import DeterministicServer, make_model, scripted_server, settings
 
@@ -25,11 +26,11 @@ def mortal_server() -> Iterator[tuple[DeterministicServer, Callable[[], None]]]:
     loop = EventLoopThread()
     with start_receiver() as receiver:
         server = DeterministicServer(version="0", receiver=receiver)
-        loop.run(server.__aenter__(), 10.0)
+        loop.run(server.__aenter__(), scaled(10.0))
 
         def kill() -> None:
             receiver.kill()
-            loop.run(server.__aexit__(), 10.0)
+            loop.run(server.__aexit__(), scaled(10.0))
 
         yield server, kill
     loop.close()
@@ -56,7 +57,7 @@ def test_a_run_whose_second_server_is_killed_goes_on_with_the_first_to_its_end(t
             )
             asked = len(second.bodies("/generate"))
             kill()
-            code = process.wait(300.0)
+            code = process.wait(scaled(300.0))
         sampled = [len(server.bodies("/generate")) for server in (first, second)]
 
     output = log.read_text()

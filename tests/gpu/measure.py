@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.parity import Case, configuration, reduced_gradients
+from tests.support.deadlines import scaled
 
 NUM_STEPS = 2
 """Of which the last is measured: delayed scaling takes its scales from the step before."""
@@ -125,7 +126,7 @@ def _run_cases(folder: str, device: Device) -> None:
         cpu.install()
     info = RankInfo.from_environment()
     torch.set_num_threads(1 if device == "cpu" else 4)
-    init_distributed(info, device, 120.0)
+    init_distributed(info, device, scaled(120.0))
     cases = json.loads((Path(folder) / "cases.json").read_text())
     for name, case in ((name, Case(**fields)) for name, fields in cases.items()):
         model = Path(folder) / case.family

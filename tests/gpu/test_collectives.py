@@ -22,6 +22,7 @@ from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.group import GroupTransport
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
+from tests.support.deadlines import scaled
 from tests.support.receiver import Json, Receiver, start_receiver
 from tests.support.scripted_server import ScriptedServer, close_connection, refuse
 from tests.unit.weights.test_publisher import UPDATE, Named, OneRank, as_bytes, fleet_of, serve
@@ -134,7 +135,7 @@ def _weights(where: torch.device | str, version: int) -> Named:
 def _join(device: Device) -> tuple[RankInfo, torch.device, dist.ProcessGroup]:
     """This rank, its device, and the group in which ranks wait."""
     info = RankInfo.from_environment()
-    gloo_group = init_distributed(info, device, 60.0)
+    gloo_group = init_distributed(info, device, scaled(60.0))
     return info, torch.device(device, info.local_rank) if device == "cuda" else torch.device("cpu"), gloo_group
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.launch import ROOT
 from tests.gpu.environment import needs_gpus
+from tests.support.deadlines import scaled
 from tests.support.tiny_models import save_tiny_model
 
 pytestmark = needs_gpus(1)
@@ -18,7 +19,7 @@ def convert(tool: str, source: Path, target: Path, **environment: str) -> str:
     """What a verified conversion said."""
     command = [sys.executable, str(ROOT / "tools" / tool), str(source), str(target), "--verify"]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment
+        command, capture_output=True, text=True, timeout=scaled(200), check=False, env=os.environ | environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -6,7 +6,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-DEADLINE_SECONDS = 120.0
+from tests.support.deadlines import scaled
+
+DEADLINE_SECONDS = scaled(120.0)
 
 
 def in_own_process[T](function: Callable[..., T], *arguments: Any) -> T:

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_a3po.fleet.event_loop import EventLoopThread
+from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
 from tests.support.receiver import start_receiver
 from tests.support.scripted_server import ScriptedServer, response
@@ -52,11 +53,11 @@ def scripted_server() -> Iterator[DeterministicServer]:
     loop = EventLoopThread()
     with start_receiver() as receiver:
         server = DeterministicServer(version="0", receiver=receiver)
-        loop.run(server.__aenter__(), 10.0)
+        loop.run(server.__aenter__(), scaled(10.0))
         try:
             yield server
         finally:
-            loop.run(server.__aexit__(), 10.0)
+            loop.run(server.__aexit__(), scaled(10.0))
             loop.close()
 
 
@@ -83,9 +84,9 @@ def settings(model: Path, run_dir: Path, url: str, **changes: Any) -> dict[str, 
         "data": {"task": "spell_backward", "size": 60, "num_held_out": 4},
         "rollout": {"servers": [url], "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6},
         "parallel": {"tensor": 2, "pipeline": 2},
-        "actor": {"microbatch_tokens": 512, "collective_timeout_seconds": 60},
+        "actor": {"microbatch_tokens": 512, "collective_timeout_seconds": scaled(60)},
         "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2},
-        "publish": {"bucket_bytes": 65536, "timeout_seconds": 20, "verify_prompts": 2},
+        "publish": {"bucket_bytes": 65536, "timeout_seconds": scaled(20), "verify_prompts": 2},
         "checkpoint": {"every_steps": 1},
         "evaluation": {"every_steps": 0},
     }
