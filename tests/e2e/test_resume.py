@@ -13,9 +13,12 @@ from tests.support.deadlines import scaled
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_or_repeats_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_or_repeats_nothing(
+    server_url: str, model: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    command = torchrun(f"model={model}", f"run_dir={run}", "num_steps=7", "checkpoint.every_steps=3", "seed=3")
+    settings = [f"model={model}", f"run_dir={run}", f"rollout.servers=[{server_url}]", "seed=3"]
+    command = torchrun(*settings, "num_steps=7", "checkpoint.every_steps=3")
     log = tmp_path / "killed.log"
     with started(command, log) as process:
         wait_until(

@@ -17,15 +17,15 @@ GROUPS = 8
 SMALL = [f"num_steps={NUM_STEPS}", f"rollout.prompts_per_step={GROUPS}", "data.num_held_out=32"]
 
 
-@pytest.mark.parametrize(("max_staleness", "proximal"), [(2, "loglinear"), (0, "recompute")])
+@pytest.mark.parametrize(("ranks", "max_staleness", "proximal"), [(4, 2, "loglinear"), (2, 0, "recompute")])
 def test_a_run_publishes_every_version_and_explains_itself(
-    server_url: str, model: Path, tmp_path: Path, max_staleness: int, proximal: str
+    server_url: str, model: Path, tmp_path: Path, ranks: int, max_staleness: int, proximal: str
 ) -> None:
     run_dir = tmp_path / "run"
     overrides = [f"model={model}", f"run_dir={run_dir}", f"rollout.servers=[{server_url}]", *SMALL]
-    overrides += [f"max_staleness={max_staleness}", f"proximal={proximal}"]
+    overrides += [f"max_staleness={max_staleness}", f"proximal={proximal}", f"parallel.pipeline={ranks // 2}"]
 
-    code, output = run_to_end(torchrun(*overrides), tmp_path / "output.log", timeout_seconds=240)
+    code, output = run_to_end(torchrun(*overrides, ranks=ranks), tmp_path / "output.log", timeout_seconds=240)
 
     assert code == 0, output
     rows, summary = metrics(run_dir), json.loads((run_dir / "summary.json").read_text())
@@ -54,7 +54,7 @@ def test_a_run_publishes_every_version_and_explains_itself(
     assert undocumented(rows) == set()
     _assert_the_saved_model_is_what_the_server_computes_with(run_dir / "model", server_url)
     noise = ("Traceback", "Warning", "INFO:", "deprecated")
-    lines_of_the_run = output[output.index("building 4 actors") :]
+    lines_of_the_run = output[output.index(f"building {ranks} actors") :]
     assert not any(word in lines_of_the_run for word in noise), output
 
 
