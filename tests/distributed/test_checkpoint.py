@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(900
 _TP2_PP2 = {"tensor": 2, "pipeline": 2}
 _PP2_DP2 = {"pipeline": 2}
 _SCHEDULE = {"optimizer": {"schedule": "cosine", "warmup_steps": 4, "learning_rate": 1e-3, "adam_eps": 1e-8}}
-_BF16 = {"precision": "bf16"}
+_BF16 = {"precision": "bf16", "algorithm": {"weight_cap": None}}
+"""Without a cap: where it masks, a token that rounding takes across it changes the loss by a jump (7 % seen)."""
 FEW = {
     "dense": [
         Case(parallel=_TP2_PP2, settings=_SCHEDULE),
