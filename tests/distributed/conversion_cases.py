@@ -23,10 +23,10 @@ _MANY_RANKS = [{"tensor": 2, "pipeline": 4}, {"tensor": 4, "pipeline": 2}, {"ten
 ALL_ON_MANY_RANKS: dict[str, list[dict[str, int]]] = {family: _MANY_RANKS for family in FAMILIES}
 _TP2_PP2 = {"tensor": 2, "pipeline": 2}
 REPRESENTATIVE: dict[str, list[dict[str, int]]] = {
-    "qwen3_tied": [{"pipeline": 4}, {"tensor": 4}, _VIRTUAL],
+    "qwen3_tied": [{"pipeline": 4}, _VIRTUAL],
     "qwen2": [_TP2_PP2],
-    "qwen3_mqa": [{"tensor": 4}, _TP2_PP2],
-    "qwen3_moe": [{"tensor": 2, "expert": 4}, _VIRTUAL],
+    "qwen3_mqa": [{"tensor": 4}],
+    "qwen3_moe": [{"tensor": 2, "expert": 4}],
     "deepseek_v3": [_TP2_PP2],
     "gpt_oss": [{"tensor": 2, "expert": 4}],
 }

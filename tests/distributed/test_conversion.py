@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.conversion_cases import (
+    ALL,
+    ALL_ON_MANY_RANKS,
     REPRESENTATIVE,
     REPRESENTATIVE_ON_MANY_RANKS,
     differing_tensors,
@@ -34,6 +36,16 @@ def test_every_bit_comes_back_through_a_layout_of_sixteen_ranks(tmp_path: Path) 
     found = run_conversions_in_turn(REPRESENTATIVE_ON_MANY_RANKS, tmp_path, timeout_seconds=300)
 
     assert len(found) == sum(map(len, REPRESENTATIVE_ON_MANY_RANKS.values()))
+    assert [case for case in found if case["different"]] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ALL)
+def test_every_bit_of_every_family_comes_back_through_every_layout(family: str, tmp_path: Path) -> None:
+    found = run_conversions({family: ALL[family]}, tmp_path / "together", timeout_seconds=800)
+    found += run_conversions_in_turn({family: ALL_ON_MANY_RANKS[family]}, tmp_path / "in_turn", timeout_seconds=300)
+
+    assert len(found) == len(ALL[family]) + len(ALL_ON_MANY_RANKS[family])
     assert [case for case in found if case["different"]] == []
 
 
