@@ -35,6 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     return int(parsed.run(parsed))
 
 
+def console() -> None:
+    """Run the command `a3po`, which is `python -m megatron_a3po`: modules in the working directory can be imported."""
+    sys.path.insert(0, os.getcwd())
+    end_process(main())
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_a3po", description="Train language models by A-3PO.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -38,15 +38,41 @@ for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_RECIPES = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE)
+"""Folder of the shipped recipes: inside an installed package, beside it in a checkout."""
+
+
+def find_config(name: str | Path, folder: Path = Path()) -> Path:
+    """Return the file `name` in `folder` if there is one, otherwise the shipped recipe of that name.
+
+    `tiny_cpu`, `tiny_cpu.yaml` and `configs/tiny_cpu.yaml` name the same recipe. A name without a file or a recipe is
+    returned as a path in `folder`.
+    """
+    path = Path(name)
+    if not (folder / path).exists() and path.parent in (Path(), Path("configs")):
+        recipe = _RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
+        if recipe.exists():
+            return recipe
+    return folder / path
+
+
 def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], list[Mistake]]:
-    """The file's values over those of the files named by `base:` (a path beside the file), innermost base first."""
+    """Read a file and the chain of files that its `base:` names; values of the outer file win.
+
+    `base:` is a path beside the file or the name of a shipped recipe. Returns the values, and what is wrong with
+    `base:`. Raises ConfigError if a file cannot be read.
+    """
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file; remove one of the `base:` lines")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         beside = ", ".join(sorted(str(file) for file in path.parent.glob("*.yaml"))) or "no YAML file"
-        raise ConfigError(f"--config {path}: no such file; beside it there is: {beside}") from None
+        recipes = ", ".join(sorted(file.stem for file in _RECIPES.glob("*.yaml") if not file.stem.startswith("base")))
+        raise ConfigError(
+            f"--config {path}: there is no such file; its folder has {beside}; shipped recipes are {recipes}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -57,8 +83,10 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], 
     if base is None:
         return values, []
     if not isinstance(base, str):
-        return values, [Mistake("base", base, "not a path", "name one YAML file, relative to this one")]
-    inherited, mistakes = read_yaml(path.parent / base, (*seen, path.resolve()))
+        return values, [
+            Mistake("base", base, "not a path", "name one YAML file, relative to this one, or a shipped recipe")
+        ]
+    inherited, mistakes = read_yaml(find_config(base, path.parent), (*seen, path.resolve()))
     _merge(inherited, values)
     return inherited, mistakes
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.config.schema import RunConfig
-from megatron_a3po.config.yaml_files import parse_overrides, read_yaml, write_yaml
+from megatron_a3po.config.yaml_files import find_config, parse_overrides, read_yaml, write_yaml
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.check_run import find_mistakes
@@ -27,7 +27,7 @@ def load_config(
     `environment` is asked for WORLD_SIZE, so that a layout is checked against the ranks that torchrun started.
     Raises ConfigError with every mistake and its remedy.
     """
-    values, mistakes = read_yaml(Path(path))
+    values, mistakes = read_yaml(find_config(path))
     mistakes += parse_overrides(values, overrides)
     config, more = _validate(values)
     mistakes += more

@@ -97,13 +97,14 @@ def test_bases_in_a_circle_and_missing_bases_are_errors(file: Path) -> None:
 
     assert "`base:` leads back to this file" in refusal(file.parent / "a.yaml")
     (file.parent / "b.yaml").write_text("base: none.yaml\n")
-    assert "none.yaml: no such file; beside it there is:" in refusal(file.parent / "a.yaml")
+    assert "none.yaml" in refusal(file.parent / "a.yaml")
     (file.parent / "b.yaml").write_text(file.read_text() + "base: [run.yaml]\n")
     assert mistakes(file.parent / "b.yaml") == ["base"]
 
 
 def test_a_missing_file_is_named_with_its_neighbours(file: Path) -> None:
-    assert refusal(file.parent / "rum.yaml").endswith(f"rum.yaml: no such file; beside it there is: {file}")
+    message = refusal(file.parent / "rum.yaml")
+    assert "rum.yaml" in message and str(file) in message and "tiny_cpu_dataset" in message
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,7 @@ def test_a_configuration_cannot_be_changed(file: Path) -> None:
 
 
 def test_reading_a_configuration_imports_no_torch() -> None:
-    code = "import sys, megatron_a3po.config; print({'torch', 'numpy', 'megatron'} & set(sys.modules))"
+    code = "import sys, megatron_a3po; print({'torch', 'transformers', 'numpy', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert (done.stdout.strip(), done.returncode) == ("set()", 0), done.stderr

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_a3po import __version__
 from tests.support.paths import ROOT
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -52,7 +53,7 @@ def test_images_and_set_up_script_have_one_uv_and_one_python() -> None:
 
 def test_images_are_tagged_with_the_version_of_the_package() -> None:
     compose = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
-    assert only(r"image: a3po-\w+:(\S+)$", compose) == only(r'version="([^"]+)"', SETUP)
+    assert only(r"image: a3po-\w+:(\S+)$", compose) == __version__
 
 
 @pytest.mark.parametrize("file", [*sorted((ROOT / "requirements").glob("*.in")), ROOT / "requirements/overrides.txt"])
