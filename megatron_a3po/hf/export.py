@@ -1,4 +1,4 @@
-"""The policy as an ordinary Hugging Face folder."""
+"""Export the policy as an ordinary, unquantised Hugging Face folder."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -14,14 +14,15 @@ from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
 
 
 def save_hf_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, rank: int) -> None:
-    """Rank 0 writes the tensors as safetensors (shards of 5 GB) with the other files of `source`, as they come.
+    """Write the tensors to the folder `target` as safetensors of 5 GB, with the other files of `source`, on rank 0.
 
-    All ranks go through `named_tensors`, which may be a generator that gathers; at most one tensor is in memory besides
-    what it holds. The folder appears under its name when it is whole, in the place of a former one. Raises ConfigError
-    and CheckpointError.
+    `named_tensors` may be a collective generator: all ranks exhaust it, and at most one tensor is in memory besides
+    what it holds. It must not yield quantised tensors, since config.json of the folder has no quantization_config. The
+    folder appears under its name when it is whole, and replaces a former one. Raises ConfigError for folders that
+    cannot be used, and CheckpointError when the folder cannot be written or a name comes twice.
     """
     if rank != 0:
-        deque(named_tensors, maxlen=0)  # keeps none of them
+        deque(named_tensors, maxlen=0)  # exhausts it and keeps no tensor
         return
     output = HfOutput(target=target, source=source, replace=True)
     output.begin()
@@ -29,7 +30,7 @@ def save_hf_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, ta
 
 
 def _write_shards(named_tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> list[Shard]:
-    """Their number, which is part of their names, is known at the end."""
+    """Write the tensors as they come, and name the files at the end, since the names contain their number."""
     parts: list[tuple[Path, tuple[TensorSpec, ...]]] = []
     names: set[str] = set()
     writer: GrowingSafetensorsWriter | None = None

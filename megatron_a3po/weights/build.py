@@ -1,4 +1,4 @@
-"""From a configuration and a policy to its publisher."""
+"""Build the publisher of a policy from the configuration."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ from megatron_a3po.parallel.agreement import on_rank_zero
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.plan import Plan
 from megatron_a3po.weights.publisher import Transport, WeightPublisher
-from megatron_a3po.weights.served_precision import Served, fp8_rule, served_quantization
+from megatron_a3po.weights.served_precision import ServedModel, fp8_rule, served_quantization
 from megatron_a3po.weights.transports.delta.folder import described_by
 from megatron_a3po.weights.transports.delta.transport import DeltaTransport
 from megatron_a3po.weights.transports.disk import DiskTransport, FileSettings
@@ -35,9 +35,13 @@ def build_publisher(
     *,
     timer: PhaseTimer,
 ) -> WeightPublisher:
-    """Collective. chunks: this rank's part of the policy; groups: Megatron's; fleet: the servers, on rank 0;
-    gloo_group: a gloo group of all ranks, in which they may wait for long. Raises PublishError on every rank."""
-    # Megatron decides when it is imported which device and which modules there are: the policy's builder sees to it.
+    """Build the publisher with the configured transport. Collective.
+
+    chunks: this rank's part of the policy. groups: Megatron's. fleet: the servers, on rank 0. gloo_group: a gloo group
+    of all ranks, in which they may wait for long. Raises PublishError on every rank when the servers or the ranks hold
+    something that cannot be published.
+    """
+    # Imported late: Megatron reads at its import which device and modules exist, and build_actor prepares these.
     from megatron_a3po.weights.gather import WeightCollector
 
     names, quantization = on_rank_zero(lambda: _names_and_quantization(config, fleet), gloo_group)
@@ -59,7 +63,7 @@ def build_publisher(
         collector.plan,
         fleet,
         gloo_group,
-        # The same after a restart, which then finds what the run has left at the servers.
+        # The same after a restart, so that the run finds the groups that it has left at the servers.
         run_id=hashlib.sha256(str(config.run_dir.resolve()).encode()).hexdigest()[:12],
         backend="gloo" if config.device == "cpu" else "nccl",
         timeout_seconds=publish.timeout_seconds,
@@ -71,23 +75,23 @@ def build_publisher(
 def _names_and_quantization(
     config: RunConfig, fleet: Fleet | None
 ) -> tuple[list[str] | None, Mapping[str, Any] | None]:
-    """On rank 0: the tensors of the model's own files, if there are any, and what the servers' config.json says of
-    FP8."""
+    """Return, on rank 0, the tensors of the model's own files (None: it has none) and the `quantization_config` that
+    the servers follow (None: they hold no FP8)."""
     if fleet is None:
         return None, None
     names = None
     if not has_megatron_weights(config.model):
         folder = HfFolder.open(config.model)
         names = published_names(folder.names(), folder.config)
-    return names, served_quantization(_served(config, fleet))
+    return names, served_quantization(_served_models(config, fleet))
 
 
 def _folder(config: RunConfig) -> Path:
     return config.publish.folder or config.run_dir / "published"
 
 
-def _served(config: RunConfig, fleet: Fleet) -> list[Served]:
-    """Of every server, with its model's folder as it is seen here."""
+def _served_models(config: RunConfig, fleet: Fleet) -> list[ServedModel]:
+    """Return what every server says about its model, with the folder under the path that is visible here."""
     return [
         (url, str(described_by(Path(model), _folder(config), config.publish.delta_folder)), quantization)
         for url, model, quantization in fleet.served_models
@@ -112,9 +116,10 @@ def _through_files(
 
 
 def published_names(names: Sequence[str], described: Mapping[str, Any]) -> list[str]:
-    """Those of a model's files that are the policy's, as they are called without MXFP4. `described`: config.json.
+    """Return those tensor names of a model's files that belong to the policy; MXFP4 blocks under their weight's name.
 
-    Layers for multi-token prediction follow the others in the files, and have no part in the policy.
+    described: config.json. Layers for multi-token prediction do not belong to the policy; their numbers follow those of
+    the other layers.
     """
     num_layers = int(described["num_hidden_layers"])
     found: dict[str, None] = {}

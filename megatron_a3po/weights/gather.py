@@ -1,9 +1,8 @@
-"""From sharded Megatron parameters to buckets of whole Hugging Face tensors, at the rank that sends them."""
+"""Collect sharded Megatron parameters as whole Hugging Face tensors: buckets to publish, or tensors to export."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
-from megatron_a3po.hf.fp8_blocks import FP8, scale_shape
+from megatron_a3po.hf.fp8_blocks import FP8
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.parallel.agreement import on_all_ranks
@@ -26,13 +25,18 @@ from megatron_a3po.parallel.messages import gather_json
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.hf_mapping import Part, build_hf_mapping
 from megatron_a3po.weights.plan import Bucket, PartSpec, Plan, make_plan, refuse_different_digests, refuse_other_names
+from megatron_a3po.weights.served_precision import in_served_precision
 from megatron_a3po.weights.shards import Holdings, ParameterShard, ShardedParameter
 
 _EMBEDDING, _OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightCollector:
-    """On every rank. It plans once; then `fill` is called for every bucket of the plan, on all ranks in its order."""
+    """Collects the policy's weights. Every rank has one.
+
+    It plans once. For a publication, every rank calls `fill` for every bucket of `plan`, in the plan's order. The plan
+    follows the precision of the servers; an export by `tensors` has the trainer's precision.
+    """
 
     def __init__(
         self,
@@ -46,11 +50,14 @@ class WeightCollector:
         is_fp8: Callable[[TensorSpec], bool] = lambda _: False,
         timer: PhaseTimer | None = None,
     ) -> None:
-        """Collective. `gloo_group`: a gloo group of all ranks. `model`: folder of config.json.
+        """Plan what is collected. Collective over all ranks.
 
-        expected_names: the tensors of the model's own files, if there are any; a tied model whose files have an output
-        layer is published with one. is_fp8: which tensors are published in FP8 with block-wise scales. Both equal on
-        all ranks. Raises PublishError on every rank when the ranks do not hold the model that is described.
+        chunks: this rank's part of the policy. groups: Megatron's. model: the folder of config.json. gloo_group: a gloo
+        group of all ranks. expected_names: the tensors of the model's own files, if it has any; a tied model whose
+        files have an output layer is published with one. is_fp8: tells which tensors are published in FP8 with
+        block-wise scales. The last two must be equal on all ranks.
+
+        Raises PublishError on every rank unless the ranks together hold the model that config.json describes.
         """
         self.rank = dist.get_rank()
         self._groups = {False: groups.tp, True: groups.ep}
@@ -69,10 +76,12 @@ class WeightCollector:
         names = {name for part in self._mapping.parts for name in part.hf_names}
         self._copies_embedding = _OUTPUT_LAYER in (expected_names or ()) and _OUTPUT_LAYER not in names
         with _as_one_rank(solo):
-            specs = [self._specify(part, dtypes, is_fp8) for part in self._mapping.parts]
+            specs = [self._specify(part, dtypes) for part in self._mapping.parts]
         if expected_names is not None:
             refuse_other_names(specs, expected_names)
-        self.plan: Plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes)
+        served = [in_served_precision(spec, is_fp8) for spec in specs]
+        self.plan: Plan = make_plan(served, everywhere, bucket_bytes=bucket_bytes)
+        self._export_plan = make_plan(specs, everywhere, bucket_bytes=bucket_bytes) if served != specs else self.plan
         refuse_different_digests(gather_json(self.plan.digest(), gloo_group))
         self._dtypes = {name: shard.dtype for name, shard in mine.shards.items()}
         if self.device.type == "cuda" and any(spec.dtype == FP8 for spec in self.plan.tensors):
@@ -80,7 +89,7 @@ class WeightCollector:
 
             on_all_ranks(lambda: check_kernel(self.device), gloo_group)
 
-    def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype], is_fp8: Callable[[TensorSpec], bool]) -> PartSpec:
+    def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype]) -> PartSpec:
         hollow = {
             parameter.name: torch.empty(
                 parameter.shape, dtype=dtypes.get(parameter.name, parameter.dtype), device="meta"
@@ -88,48 +97,45 @@ class WeightCollector:
             for parameter in part.parameters
         }
         converted = self._to_hf(part, hollow)
-        specs: list[TensorSpec] = []
-        for name, tensor in converted.items():
-            spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-            if is_fp8(spec):
-                scales = TensorSpec(name=name + SCALE_SUFFIX, dtype=torch.float32, shape=scale_shape(*tensor.shape))
-                specs += [replace(spec, dtype=FP8), scales]
-            else:
-                specs.append(spec)
-        shapes = {parameter.name: parameter.shape for parameter in part.parameters}
-        return PartSpec(shapes=shapes, tensors=tuple(specs))
+        return PartSpec(
+            shapes={parameter.name: parameter.shape for parameter in part.parameters},
+            tensors=tuple(
+                TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+                for name, tensor in converted.items()
+            ),
+        )
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
-        """Write the tensors' bytes into `buffer` [bucket.nbytes] uint8 on the owner; None elsewhere.
+        """Collect a bucket. The owner has its bytes written into `buffer` [bucket.nbytes] uint8; others pass None.
 
-        Collective over the ranks that hold shards of the bucket; on others nothing happens. Without a buffer the owner
-        takes part too, for nothing: so the ranks stay together after an error. Raises A3poError for what cannot be
-        converted, such as NaN to FP8, when all shards of the bucket have been received.
+        Collective over the ranks that hold shards of the bucket; on other ranks it does nothing. An owner that passes
+        None takes part without a result, so that the ranks stay together after an error. Raises A3poError for weights
+        that cannot be converted, such as NaN to FP8, after all shards of the bucket have been received.
         """
         views = bucket.views(buffer) if buffer is not None else None
         failure: Exception | None = None
         for piece in bucket.pieces:
             with self._timer.phase("publish/gather"):
-                shards = self._exchange(
-                    bucket.owner, [s for number in piece for s in self.plan.parts[number].parameters]
-                )
+                parameters = [parameter for number in piece for parameter in self.plan.parts[number].parameters]
+                shards = self._exchange(bucket.owner, parameters)
             if views is not None and failure is None:
                 with self._timer.phase("publish/convert"), _as_one_rank(self._solo):
                     try:
                         self._convert(piece, shards, views)
                     except Exception as error:
-                        # The others send the rest of the bucket in any case, and somebody has to take it.
+                        # The other ranks send the rest of the bucket in any case, and this one has to receive it.
                         failure = error
         if failure is not None:
             raise failure if isinstance(failure, A3poError) else PublishError(f"{bucket.title}: {failure}") from failure
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its Hugging Face name on rank 0, in memory of its own; nothing on the others.
+        """Yield every tensor with its Hugging Face name on rank 0, in memory of its own; nothing on other ranks.
 
-        Collective: every rank has to go through it. A bucket at a time is in memory, besides what the caller keeps.
+        The tensors have the trainer's precision, bf16 or fp32, whatever the servers hold. Collective: every rank must
+        exhaust the iterator. One bucket at a time is in memory, besides what the caller keeps.
         """
-        for bucket in self.plan.buckets:
+        for bucket in self._export_plan.buckets:
             is_here = self.rank in (0, bucket.owner)
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device) if is_here else None
             self.fill(bucket, buffer if self.rank == bucket.owner else None)
@@ -148,7 +154,7 @@ class WeightCollector:
         return converted
 
     def _exchange(self, owner: int, parameters: Sequence[ShardedParameter]) -> dict[tuple[str, int], Tensor]:
-        """The shards by parameter and rank, on the owner. One message from each rank that has any."""
+        """Return the shards by parameter and rank on the owner, to which every rank sends its own in one message."""
         found = {
             (parameter.name, self.rank): self._read(parameter.name)
             for parameter in parameters
@@ -156,7 +162,7 @@ class WeightCollector:
         }
         for is_expert, group in self._groups.items():
             by_rank: dict[int, list[ShardedParameter]] = {}
-            # By falling item size, so that each shard starts at a multiple of its own.
+            # By falling item size, so that each shard starts at a multiple of its item size.
             for parameter in sorted(parameters, key=lambda parameter: -parameter.shard.dtype.itemsize):
                 for rank in parameter.ranks if parameter.is_expert == is_expert else ():
                     if rank != owner:
@@ -181,12 +187,8 @@ class WeightCollector:
         for rank, message in messages.items():
             start = 0
             for parameter in by_rank[rank]:
-                shard = (
-                    message[start : start + parameter.shard_bytes]
-                    .view(parameter.shard.dtype)
-                    .view(parameter.shard.shape)
-                )
-                found[parameter.name, rank] = shard
+                content = message[start : start + parameter.shard_bytes]
+                found[parameter.name, rank] = content.view(parameter.shard.dtype).view(parameter.shard.shape)
                 start += parameter.shard_bytes
         return found
 
@@ -226,10 +228,10 @@ def _wait(operations: list[Any]) -> None:
 
 
 def _local_tensors(chunks: Sequence[torch.nn.Module], known: set[str]) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank, by their names in the whole model.
+    """Return parameters and buffers of this rank by their names in the whole model.
 
-    The output layer that the last stage of a tied model has as well is left out, and so are the buffers that no
-    Hugging Face tensor is made of.
+    Leaves out the second output layer, on the last stage of a tied model, and buffers that belong to no Hugging Face
+    tensor.
     """
     config = get_model_config(chunks[0])
     found: dict[str, Tensor] = {}
@@ -252,8 +254,8 @@ def _describe(held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> Hol
     shards = {
         name: ParameterShard(
             shape=tuple(tensor.shape),
-            # Megatron brings the routers' biases, which are buffers, from the model's precision to float32 while it
-            # runs.
+            # The routers' biases, which are buffers, are in the model's precision at first. Megatron turns them into
+            # float32 while it runs.
             dtype=tensor.dtype if isinstance(tensor, torch.nn.Parameter) else torch.float32,
             stride=getattr(tensor, "partition_stride", 1),
         )
@@ -270,7 +272,7 @@ def _describe(held: Mapping[str, Tensor], groups: ProcessGroupCollection) -> Hol
 
 @contextmanager
 def _as_one_rank(solo: dist.ProcessGroup) -> Iterator[None]:
-    """Megatron's parallel state as if this rank were alone: so megatron-bridge converts whole parameters."""
+    """Make Megatron's parallel state that of a single rank, so that megatron-bridge converts whole parameters."""
     state = vars(parallel_state)
     saved = {name: value for name, value in state.items() if name[0] == "_" and name[1] != "_" and name.isupper()}
     try:

@@ -1,32 +1,34 @@
-"""In which precision the servers hold the model, and so in which it has to be published."""
+"""The precision in which the servers hold the model, and so in which it has to be published."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_a3po.config.model_folder import UnreadableModel, read_model_config
 from megatron_a3po.errors import PublishError
-from megatron_a3po.hf.fp8_blocks import BLOCK
-from megatron_a3po.hf.quantize import is_quantized
+from megatron_a3po.hf.fp8_blocks import BLOCK, FP8, scale_shape
+from megatron_a3po.hf.quantize import SCALE_SUFFIX, is_quantized
 from megatron_a3po.hf.safetensors_format import TensorSpec
+from megatron_a3po.weights.plan import PartSpec
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that a server fuses into one, which has one precision."""
-
-
+"""Modules that a server fuses into one module, which has one precision"""
 _UNQUANTISED = "unquant"
 
-type Served = tuple[str, str, str | None]
-"""What a server says about itself: its URL, the folder of its model, and the quantisation that it was started with
-(None: as the folder says; "unquant": none, as its tensors tell where the folder is not seen here)."""
+type ServedModel = tuple[str, str, str | None]
+"""What a server says about itself: its URL, its model's folder, and the quantisation that it was started with. None
+stands for the quantisation of the folder; "unquant" means that its tensors show none where the folder is not visible
+here."""
 
 
-def served_quantization(servers: Sequence[Served]) -> dict[str, Any] | None:
-    """The `quantization_config` that all servers follow; None for unquantised models.
+def served_quantization(servers: Sequence[ServedModel]) -> dict[str, Any] | None:
+    """Return the `quantization_config` of config.json that all servers follow; None for unquantised models.
 
-    It stands in config.json of the folder that a server has read. Raises PublishError for a folder that cannot be read
-    here, unless the server's tensors are unquantised, for servers that differ, and for other quantisation than FP8 in
-    blocks of 128 x 128.
+    Raises PublishError if a server's model folder cannot be read here, unless the server's tensors are unquantised; if
+    servers differ; and for quantisation other than FP8 in blocks of 128 x 128.
     """
     found = {url: _of_server(url, model, quantization) for url, model, quantization in servers}
     first_url = servers[0][0]
@@ -40,10 +42,11 @@ def served_quantization(servers: Sequence[Served]) -> dict[str, Any] | None:
 
 
 def fp8_rule(config: Mapping[str, Any] | None) -> Callable[[TensorSpec], bool]:
-    """Which tensors are published in FP8, by a `quantization_config`; None: none.
+    """Return the test for tensors that are published in FP8 under this `quantization_config`; None: no tensor is.
 
-    `modules_to_not_convert` counts as in SGLang: a name stands for the modules whose dotted path has it as a part, and
-    a layer's experts are all converted or none.
+    `modules_to_not_convert` is read as SGLang reads it: a name stands for all modules whose dotted path contains it,
+    and the experts of a layer are all in FP8 or none is. The test raises PublishError for modules that a server fuses
+    and that would have two precisions.
     """
     if config is None:
         return lambda _: False
@@ -74,6 +77,18 @@ def fp8_rule(config: Mapping[str, Any] | None) -> Callable[[TensorSpec], bool]:
     return is_fp8
 
 
+def in_served_precision(part: PartSpec, is_fp8: Callable[[TensorSpec], bool]) -> PartSpec:
+    """Return the part with the tensors that servers receive: FP8 values and their scales where `is_fp8` says so."""
+    tensors: list[TensorSpec] = []
+    for spec in part.tensors:
+        if is_fp8(spec):
+            scales = TensorSpec(name=spec.name + SCALE_SUFFIX, dtype=torch.float32, shape=scale_shape(*spec.shape))
+            tensors += [replace(spec, dtype=FP8), scales]
+        else:
+            tensors.append(spec)
+    return replace(part, tensors=tuple(tensors))
+
+
 def _is_part(module: str, names: set[str]) -> bool:
     return any(f".{name}." in f".{module}." for name in names)
 
@@ -85,16 +100,16 @@ def _of_server(url: str, model: str, quantization: str | None) -> dict[str, Any]
         if quantization == _UNQUANTISED:
             return None
         raise PublishError(
-            f"{url}: in which precision it serves {model} is not known: the folder cannot be read here "
-            f"({error.problem}), and the server does not show unquantised weights; make the folder visible here under "
-            "the same path, or start the server on one that is"
+            f"{url}: the precision of its model {model} is unknown: the folder cannot be read here ({error.problem}), "
+            "and the server does not show unquantised weights; make the folder visible here under the same path, or "
+            "start the server on one that is"
         ) from None
     if config is None and quantization in (None, _UNQUANTISED):
         return None
     if config is None:
         raise PublishError(
-            f"{url} quantises by itself (--quantization {quantization}), which published weights do not go "
-            "through; start it on a folder with block-wise FP8 weights, or without quantisation"
+            f"{url} quantises its weights itself (--quantization {quantization}), and published weights would bypass "
+            "that; start it on a folder with block-wise FP8 weights, or without quantisation"
         )
     is_blockwise = config.get("quant_method") == "fp8" and config.get("weight_block_size") == [BLOCK, BLOCK]
     if not is_blockwise or config.get("scale_fmt") not in (None, "float32"):

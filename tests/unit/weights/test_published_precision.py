@@ -10,9 +10,10 @@ import torch
 from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.quantize import quantization_config
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.weights.served_precision import fp8_rule, served_quantization
+from megatron_a3po.weights.plan import PartSpec
+from megatron_a3po.weights.served_precision import fp8_rule, in_served_precision, served_quantization
+from tests.support.publishing import fleet_of, serve
 from tests.support.scripted_server import answer, refuse
-from tests.unit.weights.test_publisher import fleet_of, serve
 
 URLS = ("http://a:1", "http://b:2")
 
@@ -29,9 +30,7 @@ def spec(name: str, *shape: int) -> TensorSpec:
 
 def test_servers_of_an_unquantised_folder_get_what_the_trainer_has(tmp_path: Path) -> None:
     path = folder_of(tmp_path / "bf16", None)
-
     config = served_quantization([(url, path, None) for url in URLS])
-
     assert config is None
     assert not fp8_rule(config)(spec("model.layers.0.mlp.up_proj.weight"))
 
@@ -39,11 +38,7 @@ def test_servers_of_an_unquantised_folder_get_what_the_trainer_has(tmp_path: Pat
 def test_servers_of_a_blockwise_fp8_folder_get_fp8_for_the_layers_linear_weights(tmp_path: Path) -> None:
     stored = quantization_config(["lm_head", "model.layers.1.mlp.gate"])
     path = folder_of(tmp_path / "fp8", stored)
-
-    config = served_quantization(
-        [(url, path, quantization) for url, quantization in zip(URLS, (None, "fp8"), strict=True)]
-    )
-
+    config = served_quantization([(URLS[0], path, None), (URLS[1], path, "fp8")])
     assert config == stored
     rule = fp8_rule(config)
     names = {
@@ -57,6 +52,18 @@ def test_servers_of_a_blockwise_fp8_folder_get_fp8_for_the_layers_linear_weights
     }
     assert {name: rule(spec(name)) for name in names} == names
     assert not rule(spec("model.layers.0.self_attn.q_proj.bias", 8))
+
+
+def test_a_weight_in_fp8_comes_with_its_scales() -> None:
+    kept, weight = spec("model.norm.weight", 300), spec("model.layers.0.mlp.up_proj.weight", 300, 128)
+    part = PartSpec(shapes={"w": (300, 128)}, tensors=(kept, weight))
+    served = in_served_precision(part, fp8_rule(quantization_config()))
+    assert served.shapes == part.shapes
+    assert [(each.name, each.dtype, each.shape) for each in served.tensors] == [
+        (kept.name, torch.bfloat16, (300,)),
+        (weight.name, torch.float8_e4m3fn, (300, 128)),
+        (weight.name + "_scale_inv", torch.float32, (3, 1)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +93,9 @@ def test_a_fused_module_of_two_precisions_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("config", "quantization", "words"),
     [
-        (None, "fp8", "quantises by itself"),
+        (None, "fp8", "--quantization fp8"),
         ({"quant_method": "awq"}, None, "awq"),
-        ({"quant_method": "fp8"}, None, "only FP8"),
+        ({"quant_method": "fp8"}, None, "128 x 128"),
         (quantization_config() | {"scale_fmt": "ue8m0"}, None, "ue8m0"),
         (quantization_config() | {"weight_block_size": [64, 64]}, None, "64"),
     ],
@@ -111,8 +118,7 @@ def test_servers_of_different_precisions_are_an_error_that_names_both(tmp_path: 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_folder_that_is_not_seen_here_is_an_error_that_names_it_and_the_server(quantization: str | None) -> None:
-    remedy = "make the folder visible here under the same path, or start the server on one that is"
-    with pytest.raises(PublishError, match=rf"{URLS[0]}: .*/nowhere/model .*no config\.json there.*{remedy}"):
+    with pytest.raises(PublishError, match=rf"{URLS[0]}: .*/nowhere/model.*make the folder visible"):
         served_quantization([(URLS[0], "/nowhere/model", quantization)])
 
 
