@@ -1,4 +1,4 @@
-"""Filling one bucket while another is on its way."""
+"""Fill one bucket while another one is sent."""
 
 import queue
 import threading
@@ -11,11 +11,12 @@ from megatron_a3po.weights.plan import Bucket
 
 
 class DoubleBuffer:
-    """At an owner, for one publication: buffers that go round between the caller and a thread that sends."""
+    """Buffers that alternate between the caller, who fills them, and a thread that sends them. For one publication."""
 
     def __init__(
         self, send: Callable[[Bucket, Tensor], None], buffer_bytes: int, device: torch.device, *, num_buffers: int
     ) -> None:
+        """send: called in the thread with each bucket and its bytes. buffer_bytes: of each buffer."""
         self._send = send
         self._device = device
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -27,19 +28,19 @@ class DoubleBuffer:
         self._thread.start()
 
     def take_buffer(self) -> Tensor | None:
-        """Wait for a buffer that is not on its way; None when sending has failed."""
+        """Wait for a free buffer [buffer_bytes] uint8 and return it; None when sending has failed."""
         buffer = self._free.get()
         if self._error is None:
             return buffer
-        self._free.put(buffer)  # for the next call, which must not wait for ever
+        self._free.put(buffer)  # for the next call, which must not block
         return None
 
     def put(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Have the first bytes of `buffer` sent, in the order of the calls."""
+        """Have the bucket's bytes at the start of `buffer` sent, in the order of the calls."""
         self._filled.put((bucket, buffer))
 
     def finish(self) -> None:
-        """Wait until everything is sent. Raises what sending has raised."""
+        """Wait until everything is sent. Raises what `send` has raised."""
         self._filled.put(None)
         self._thread.join()
         if self._error is not None:
@@ -47,7 +48,7 @@ class DoubleBuffer:
 
     def _run(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a new thread begins at the first one
+            torch.cuda.set_device(self._device)  # a new thread starts on the first device
         while (item := self._filled.get()) is not None:
             bucket, buffer = item
             try:

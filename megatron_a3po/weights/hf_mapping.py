@@ -1,7 +1,7 @@
-"""The policy's parameters without their values: what each is called, and of which Hugging Face tensors it is made.
+"""The mapping between the policy's Megatron parameters and Hugging Face tensors, by name and by value.
 
-The names and the arithmetic between both are megatron-bridge's, asked at one rank: there is no layout in them. Whoever
-holds a whole Megatron parameter, however it was gathered or read, can turn it into Hugging Face tensors, and back.
+Names and arithmetic are megatron-bridge's. It is used as on a single rank, so no parallel layout is involved: a whole
+Megatron parameter, however it was gathered or read, becomes Hugging Face tensors, and the other way round.
 """
 
 import re
@@ -24,23 +24,23 @@ from megatron_a3po.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter (or persistent buffer) of the Megatron model on one rank."""
+    """A whole parameter, or persistent buffer, of the Megatron model."""
 
     name: str
-    """Megatron's, with the number of the layer in the whole model and of the expert among all"""
+    """Megatron's name, with the number of the layer in the whole model and of the expert among all experts"""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """that the model is built with; a checkpoint may hold another"""
+    """The dtype that the model is built with; a checkpoint may hold another"""
     task: Any
     """megatron-bridge's WeightConversionTask"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """Parameters and the Hugging Face tensors that are made of them: the smallest piece to convert on its own.
+    """The smallest piece that is converted on its own: parameters, and the Hugging Face tensors that they become.
 
-    One parameter and one tensor most often; queries, keys and values are three tensors, and where one Hugging Face
-    tensor holds all experts of a layer, they are one part.
+    Mostly one parameter and one tensor. A parameter with queries, keys and values becomes three tensors. Where one
+    Hugging Face tensor holds all experts of a layer, their parameters are one part.
     """
 
     parameters: tuple[Parameter, ...]
@@ -52,7 +52,7 @@ class Part:
 
 
 class HfMapping:
-    """All parts of a model, in the order of its layers."""
+    """All parts of a model in the order of its layers, with their conversion in both directions."""
 
     def __init__(self, parts: tuple[Part, ...], bridge: Any, model: Any, sharded: Mapping[str, Any]) -> None:
         self.parts = parts
@@ -61,7 +61,10 @@ class HfMapping:
         self._sharded = sharded
 
     def to_hf(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Hugging Face's tensors of a part, from its whole parameters by name. They may share memory with these."""
+        """Return the Hugging Face tensors of a part by name, from its whole parameters by name; they may share memory.
+
+        Raises CheckpointError when megatron-bridge returns other names.
+        """
         found: dict[str, Tensor] = {}
         stacked: dict[str, dict[int, Tensor]] = {}
         for parameter in part.parameters:
@@ -78,7 +81,7 @@ class HfMapping:
         return found
 
     def hf_shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
-        """By name."""
+        """Return the shapes of a part's Hugging Face tensors, by name."""
         hollow = {
             parameter.name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             for parameter in part.parameters
@@ -86,9 +89,9 @@ class HfMapping:
         return {name: tuple(tensor.shape) for name, tensor in self.to_hf(part, hollow).items()}
 
     def from_hf(self, part: Part, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole parameters of a part, from its Hugging Face tensors by name.
+        """Return the whole parameters of a part by name, from its Hugging Face tensors by name.
 
-        `tensors` is asked for each name once. Raises CheckpointError for a tensor of the wrong shape.
+        Reads each name from `tensors` once. Raises CheckpointError for a tensor of the wrong shape.
         """
         loaded: dict[str, Any] = {}
         found: dict[str, Tensor] = {}
@@ -107,9 +110,9 @@ class HfMapping:
         return found
 
     def sharded(self, parameter: Parameter, tensor: Tensor | None = None) -> list[ShardedTensor]:
-        """How the parameter is stored in the torch_dist format: whole tensors of it and where they lie in which key.
+        """Return the parameter as the torch_dist format stores it: its pieces, with their keys and places.
 
-        `tensor`: the values, whole; None: freshly allocated ones, to be filled.
+        tensor: the whole values; None allocates them, to be filled.
         """
         template = self._sharded[parameter.name]
         values = torch.empty(parameter.shape, dtype=parameter.dtype) if tensor is None else tensor
@@ -119,7 +122,7 @@ class HfMapping:
 
 
 def _with_data(template: Any, values: Tensor) -> Any:
-    """A copy of a ShardedTensor or of a factory of several, with these values in it."""
+    """Return a copy of a ShardedTensor, or of a factory of several, that has these values."""
     if isinstance(template, ShardedTensorFactory):
         copied = ShardedTensorFactory(**{name: getattr(template, name) for name in template.__dataclass_fields__})
         copied.data = values
@@ -130,27 +133,27 @@ def _with_data(template: Any, values: Tensor) -> Any:
 
 
 def _with_all_axes(tensor: ShardedTensor) -> ShardedTensor:
-    """The same, whose data have as many axes as the whole: for others torch wants ranks that hold the rest of it."""
+    """Return the tensor with as many axes as the whole has. Otherwise torch expects other ranks to hold the rest."""
     shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
     return replace(tensor, data=tensor.data.view(shape), local_shape=shape, prepend_axis_num=0)
 
 
 def build_hf_mapping(model: Path) -> HfMapping:
-    """The parameters that `config.json` in the folder `model` describes. On each rank for itself: no weight is read.
+    """Build the mapping for the model that `config.json` in the folder `model` describes. Reads no weights.
 
-    Megatron's process groups must exist, with tensor, pipeline and expert sizes of 1.
+    Not collective. Megatron's process groups must exist, with tensor, pipeline and expert sizes of 1.
     """
     bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(model))
     provider = bridge.to_megatron_provider(load_weights=False)
     settings = {
-        # Layers for multi-token prediction have no part in the policy.
+        # Layers for multi-token prediction do not belong to the policy.
         "mtp_num_layers": None,
-        # Whatever a layout pads: here are the model's own rows.
+        # Layouts pad the vocabulary; the mapping has the model's own rows.
         "should_pad_vocab": False,
-        # Positions have no parameters, and some of their settings come only with the trainer's.
+        # Positions have no parameters, and some of their settings exist only in the trainer.
         "position_embedding_type": "none",
         "perform_initialization": False,
-        "init_model_with_meta_device": True,  # Transformer Engine's modules would else be made on the GPU
+        "init_model_with_meta_device": True,  # otherwise Transformer Engine allocates on the GPU
         "gradient_accumulation_fusion": False,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
@@ -169,14 +172,14 @@ def build_hf_mapping(model: Path) -> HfMapping:
     _leave_meta_device(chunk)
     names = bridge._model_bridge  # a new one at each access
     tasks = names.build_conversion_tasks(bridge.hf_pretrained, [chunk])
-    # Some of megatron-bridge's models look for the configuration where a loaded model would have it.
+    # Some of megatron-bridge's models read the configuration where a loaded model would have it.
     names.hf_pretrained = SimpleNamespace(config=bridge.hf_pretrained)
     sharded = chunk.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": groups.dp_cp})
     return HfMapping(_parts(tasks), names, chunk, sharded)
 
 
 def _leave_meta_device(model: torch.nn.Module) -> None:
-    """Give every parameter one element of memory: megatron-bridge moves what it converts to a parameter's device."""
+    """Give every parameter one element of memory: megatron-bridge moves what it converts to the parameter's device."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             hollow = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
@@ -198,7 +201,7 @@ def _parts(tasks: list[Any]) -> tuple[Part, ...]:
 
 
 def _order(name: str) -> tuple[int, list[tuple[int, str]]]:
-    """Embedding, layers by number, and what stands behind them."""
+    """Return the sorting key: the embedding, then layers by number, then everything else."""
     layer = re.search(r"\.layers\.\d+\.", name)
     place = 1 if layer else 0 if "embed" in name else 2
     return place, [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]

@@ -1,4 +1,10 @@
-"""A new weight version for every rollout server, or an error: never a half-updated model that goes on."""
+"""Publish a new weight version to every rollout server, or fail: no server samples from a half-updated model.
+
+One publication: rank 0 settles which servers take part. The ranks collect the weights bucket by bucket; the owner of
+each bucket sends it through a transport while the next one is filled. Meanwhile rank 0 has the servers pause and load
+the buckets, checks that all hold the same new weights, and has them resume. When a server fails, it is put into
+quarantine, the others are freed, and the publication is attempted again.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -24,7 +30,7 @@ from megatron_a3po.weights.plan import Bucket, Plan
 from megatron_a3po.weights.store_messages import Stopped, StoreMessages
 from megatron_a3po.weights.verify_servers import check_servers
 
-_publications = itertools.count()
+_publication_numbers = itertools.count()
 
 
 class WeightSource(Protocol):
@@ -39,31 +45,32 @@ class WeightSource(Protocol):
 
 
 class Transport(Protocol):
-    """A way to the servers: `transport.GroupTransport`, `disk.DiskTransport` or `delta_transport.DeltaTransport`."""
+    """A way to the servers: `GroupTransport`, `DiskTransport` or `DeltaTransport`. Every rank has one."""
 
     why_not: str
-    """What to tell the user when this one has to take over"""
+    """What to tell the user when this transport has to take over"""
 
     def prepare(self, members: Members) -> None:
-        """On every rank, before each attempt. Raises PublishError on all of them."""
+        """Get ready for an attempt with these members, on every rank. Raises PublishError on all of them."""
 
     def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
-        """On the owner, for its buckets in order. `buffer` [bucket.nbytes] uint8 is free again afterwards."""
+        """Send a bucket, on its owner, in the plan's order. `buffer` [bucket.nbytes] uint8 is free again afterwards."""
 
     def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
-        """On rank 0, meanwhile: pause the servers, and have them take all buckets and the version."""
+        """Pause the servers, and have them take all buckets and the version. On rank 0, while the owners send."""
 
     def metrics(self) -> dict[str, float]:
-        """On rank 0, of the last publication."""
+        """Return what is known of the last publication, on rank 0."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Part from the servers after the last publication, on every rank."""
 
     def abandon(self) -> None:
-        """After a failed attempt, on every rank: go on without what it has left. Raises nothing, waits for nothing."""
+        """Give up what a failed attempt has left, on every rank. Raises nothing, and waits for no other rank."""
 
 
 class WeightPublisher:
-    """On every rank; rank 0, which has the `fleet`, talks to the servers. A context manager."""
+    """Publishes the policy's weights. Every rank has one; rank 0's has the `fleet`. A context manager."""
 
     def __init__(
         self,
@@ -76,8 +83,8 @@ class WeightPublisher:
         fallback: Transport | None = None,
         num_buffers: int = 2,
     ) -> None:
-        """gloo_group: all ranks, which may wait in it for long. fallback: takes over when `transport` has failed.
-        num_buffers: with 1, a bucket is filled when the one before is sent."""
+        """gloo_group: of all ranks, which may wait in it for long. fallback: takes over when `transport` has failed.
+        num_buffers: with 1, a bucket is filled only after the one before has been sent."""
         self._source = source
         self._transport = transport
         self._fallback = fallback
@@ -87,7 +94,7 @@ class WeightPublisher:
         self._rank = dist.get_rank()
         self._owned = [bucket for bucket in source.plan.buckets if bucket.owner == self._rank]
         self._num_buffers = min(num_buffers, len(self._owned))
-        # For this thread, the one that sends and the one that announces: a client of a store serves one at a time.
+        # A client of a store serves one thread at a time: one each for this thread, the sender and the announcer.
         self._stores = [c10d._get_default_store().clone() for _ in range(3)]
 
     @property
@@ -96,8 +103,8 @@ class WeightPublisher:
 
     @property
     def staging_bytes(self) -> int:
-        """Of this rank's buffers while it publishes."""
-        return self._num_buffers * max((bucket.nbytes for bucket in self._owned), default=0)
+        """Size of this rank's buffers while it publishes."""
+        return self._num_buffers * self.plan.largest_bucket(self._rank)
 
     def __enter__(self) -> Self:
         return self
@@ -110,18 +117,18 @@ class WeightPublisher:
             self._transport.close()
 
     def publish(self, version: int) -> dict[str, float]:
-        """Give every server the present weights as `version`; returns metrics. Collective. Raises PublishError.
+        """Give every server the present weights as `version`, and return metrics. Collective.
 
-        A server that fails is put into quarantine, and the others are published to again; one that was in quarantine
-        and answers again takes part. An error, when they are too few, is raised on all ranks. Then a server that holds
-        parts of a version stays paused, and one that holds a whole one goes on.
+        A server that fails is put into quarantine, and the others are published to again. A server that was in
+        quarantine and answers again takes part. Raises PublishError on all ranks when too few servers are left; then a
+        server that holds parts of a version stays paused, and one that holds a whole version goes on.
         """
         with self._timer.phase("publish"):
-            reason = self._publish(version, call_back="due")
-            if reason is not None and self._fallback is not None and self._are_enough():
+            reason = self._publish_through(self._transport, version, call_back="due")
+            if reason is not None and self._fallback is not None and self._enough_answer():
                 logger.error("version %d was not published: %s\n%s", version, reason, self._fallback.why_not)
                 self._transport, self._fallback = self._fallback, None
-                second = self._publish(version, call_back="none")
+                second = self._publish_through(self._transport, version, call_back="none")
                 reason = f"{reason}; then: {second}" if second is not None else None
         if self._fleet is not None:
             self._fleet.end_publication()
@@ -135,22 +142,120 @@ class WeightPublisher:
             **counts,
         }
 
-    def _publish(self, version: int, *, call_back: CallBack) -> str | None:
-        """In as many attempts as servers that fail make necessary. Why it failed, the same on every rank."""
-        reason = self._attempt(version, call_back)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all present weights for an export on rank 0, in the trainer's precision. Every rank must exhaust it."""
+        return self._source.tensors()
+
+    def _publish_through(self, transport: Transport, version: int, *, call_back: CallBack) -> str | None:
+        """Attempt the publication, again whenever servers failed and enough are left.
+
+        Returns why it failed, the same on every rank, or None.
+        """
+        reason = self._attempt(transport, version, call_back)
         while reason is not None:
-            self._transport.abandon()
+            transport.abandon()
             recovery = broadcast_json(self._recover(version), self._gloo_group)
             if recovery == "done":
                 return None
             if recovery == "failed":
                 return reason
-            again = self._attempt(version, "none")
+            again = self._attempt(transport, version, "none")
             reason = f"{reason}; then: {again}" if again is not None else None
         return None
 
+    def _attempt(self, transport: Transport, version: int, call_back: CallBack) -> str | None:
+        """Settle the members, collect and send all buckets, and have the servers take them.
+
+        Returns why that failed, the same on every rank, or None.
+        """
+        members, reason = broadcast_json(self._settle_members(call_back), self._gloo_group)
+        if reason is None:
+            # Its errors are the same on all ranks.
+            reason = problem_of(lambda: transport.prepare(Members(**members)))
+        if reason is not None:
+            return str(reason)
+        name = f"publication {next(_publication_numbers)}"
+        messages, of_sender, of_announcer = (StoreMessages(store, name) for store in self._stores)
+        announcer = None
+        if self._fleet is not None:
+            deliver = partial(self._deliver, self._fleet, transport, version, of_announcer)
+            announcer = in_background(deliver, "publication")
+        self._collect_and_send(transport, messages, of_sender)
+        if announcer is not None:
+            announcer.result()
+        reason = messages.stop_reason()
+        if reason is not None and self._fleet is not None:
+            # Before any rank leaves its group, which makes servers fail as a consequence.
+            self._fleet.mark_failed()
+        reasons = gather_json(reason, self._gloo_group)
+        for told in (messages, of_sender, of_announcer):
+            told.forget()
+        return next((text for text in reasons if text is not None), None)
+
+    def _settle_members(self, call_back: CallBack) -> tuple[dict[str, Any], str | None]:
+        """Return on rank 0 which servers take part, or why they are too few."""
+        fleet = self._fleet
+        if fleet is None:
+            return {}, None
+        if (reason := problem_of(lambda: fleet.settle_members(call_back=call_back))) is not None:
+            return {}, reason
+        return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership)), None
+
+    def _collect_and_send(self, transport: Transport, messages: StoreMessages, of_sender: StoreMessages) -> None:
+        """Take part in collecting every bucket, and send this rank's own buckets.
+
+        Errors become a reason to stop. Only errors of collectives are raised: after them, the ranks are out of step.
+        """
+        buffers = None
+        if self._owned:
+            send = partial(transport.send, messages=of_sender)
+            size = self.plan.largest_bucket(self._rank)
+            buffers = DoubleBuffer(send, size, self._source.device, num_buffers=self._num_buffers)
+        failed = False
+        for bucket in self.plan.buckets:
+            buffer = None
+            if buffers is not None and bucket.owner == self._rank and not failed:
+                buffer = buffers.take_buffer()
+            try:
+                self._source.fill(bucket, buffer[: bucket.nbytes] if buffer is not None else None)
+            except A3poError as error:
+                messages.stop(describe(error))
+                # The other ranks do not know yet, and go on collecting with this one.
+                failed, buffer = True, None
+            except BaseException as error:
+                messages.stop(f"rank {self._rank}: {describe(error)}")
+                raise
+            if buffers is not None and buffer is not None:
+                buffers.put(bucket, buffer)
+        try:
+            if buffers is not None:
+                buffers.finish()
+        except Stopped:
+            pass
+        except EXPECTED as error:
+            messages.stop(describe(error))
+
+    def _deliver(self, fleet: Fleet, transport: Transport, version: int, messages: StoreMessages) -> None:
+        """Have the servers take the buckets, check what they hold, and have them resume. On rank 0, in a thread."""
+        try:
+            transport.deliver(version, messages, self._timer)
+            with self._timer.phase("publish/flush"):
+                fleet.flush()
+            with self._timer.phase("publish/checksums"):
+                check_servers(fleet, version)
+            with self._timer.phase("publish/resume"):
+                fleet.confirm(version)
+                fleet.resume()
+        except Stopped:
+            pass
+        except EXPECTED as error:
+            messages.stop(describe(error))
+        except BaseException as error:
+            messages.stop(describe(error))
+            raise
+
     def _recover(self, version: int) -> str:
-        """On rank 0."""
+        """Free the servers after a failed attempt, and return what comes next (`Recovery`). On rank 0."""
         if self._fleet is None:
             return ""
         try:
@@ -159,98 +264,7 @@ class WeightPublisher:
             logger.exception("the servers could not be freed of version %d", version)
             return "failed"
 
-    def _attempt(self, version: int, call_back: CallBack) -> str | None:
-        """Why it failed, the same on every rank; None if it did not."""
-        members, reason = broadcast_json(self._muster(call_back), self._gloo_group)
-        if reason is None:
-            # Its errors are the same on all ranks.
-            reason = problem_of(lambda: self._transport.prepare(Members(**members)))
-        if reason is not None:
-            return str(reason)
-        name = f"publication {next(_publications)}"
-        messages, sending, announcing = (StoreMessages(store, name) for store in self._stores)
-        announcer = None
-        if self._fleet is not None:
-            announcer = in_background(partial(self._announce, version, announcing), "publication")
-        self._send_own(messages, sending)
-        if announcer is not None:
-            announcer.result()
-        reason = messages.stop_reason()
-        if reason is not None and self._fleet is not None:
-            # Before any rank leaves its group, which the servers will feel.
-            self._fleet.mark_failed()
-        reasons = gather_json(reason, self._gloo_group)
-        for told in (messages, sending, announcing):
-            told.forget()
-        return next((text for text in reasons if text is not None), None)
-
-    def _are_enough(self) -> bool:
-        """Whether another way to the servers may help: those that have failed answer."""
-        _, reason = broadcast_json(self._muster("all"), self._gloo_group)
+    def _enough_answer(self) -> bool:
+        """Return whether a fallback may help: enough servers answer, those in quarantine included."""
+        _, reason = broadcast_json(self._settle_members("all"), self._gloo_group)
         return reason is None
-
-    def _muster(self, call_back: CallBack) -> tuple[dict[str, Any], str | None]:
-        """On rank 0: who takes part, or why there are too few."""
-        fleet = self._fleet
-        if fleet is None:
-            return {}, None
-        if (reason := problem_of(lambda: fleet.settle_members(call_back=call_back))) is not None:
-            return {}, reason
-        return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership)), None
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the present weights as they are published, on rank 0. To be gone through by every rank."""
-        return self._source.tensors()
-
-    def _send_own(self, messages: StoreMessages, sending: StoreMessages) -> None:
-        """Take part in collecting every bucket, and send those that are this rank's.
-
-        Errors become a reason to stop. Only those of collectives are raised: the ranks are no longer together.
-        """
-        pipeline = None
-        if self._owned:
-            send = partial(self._transport.send, messages=sending)
-            size = max(bucket.nbytes for bucket in self._owned)
-            pipeline = DoubleBuffer(send, size, self._source.device, num_buffers=self._num_buffers)
-        failed = False
-        for bucket in self._source.plan.buckets:
-            buffer = None
-            if pipeline is not None and bucket.owner == self._rank and not failed:
-                buffer = pipeline.take_buffer()
-            try:
-                self._source.fill(bucket, buffer[: bucket.nbytes] if buffer is not None else None)
-            except A3poError as error:
-                messages.stop(describe(error))
-                # The others do not know yet, and go on collecting with this rank.
-                failed, buffer = True, None
-            except BaseException as error:
-                messages.stop(f"rank {self._rank}: {describe(error)}")
-                raise
-            if pipeline is not None and buffer is not None:
-                pipeline.put(bucket, buffer)
-        try:
-            if pipeline is not None:
-                pipeline.finish()
-        except Stopped:
-            pass
-        except EXPECTED as error:
-            messages.stop(describe(error))
-
-    def _announce(self, version: int, messages: StoreMessages) -> None:
-        assert self._fleet is not None
-        try:
-            self._transport.deliver(version, messages, self._timer)
-            with self._timer.phase("publish/flush"):
-                self._fleet.flush()
-            with self._timer.phase("publish/checksums"):
-                check_servers(self._fleet, version)
-            with self._timer.phase("publish/resume"):
-                self._fleet.confirm(version)
-                self._fleet.resume()
-        except Stopped:
-            pass
-        except EXPECTED as error:
-            messages.stop(describe(error))
-        except BaseException as error:
-            messages.stop(describe(error))
-            raise

@@ -1,4 +1,4 @@
-"""Where the shards of a whole Megatron parameter lie, and how they are put together. Pure."""
+"""The shards of a whole Megatron parameter: which ranks hold them, and how they are merged. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.hf.safetensors_format import TensorSpec
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters whose rows are padded, so that every tensor-parallel rank has as many."""
+"""Parameters whose rows are padded, so that every tensor-parallel rank holds equally many"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,25 +21,26 @@ class ParameterShard:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: int = 1
-    """Megatron's `partition_stride`: of a gated MLP's first layer, every rank has a part of the gates and one of the
-    rest (2); of all else, one part (1)."""
+    """Megatron's `partition_stride`: 2 for a gated MLP's first layer, of which every rank holds a part of the gates and
+    a part of the rest; 1 for everything else"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """What one rank says about itself."""
+    """What one rank holds, as it reports to the others."""
 
     rank: int
     stage: int
-    """of the pipeline"""
+    """The rank's pipeline stage"""
     tensor_group: tuple[int, ...]
-    """the ranks that share its parameters, in the order of the shards"""
+    """The ranks that share its parameters, in the order of the shards"""
     expert_group: tuple[int, ...]
-    """the ranks that share its experts"""
+    """The ranks that share its experts"""
     shards: Mapping[str, ParameterShard]
-    """by Megatron's names in the whole model"""
+    """By Megatron's names in the whole model"""
 
     def to_json(self) -> dict[str, Any]:
+        """Return a JSON object for the other ranks."""
         return {
             "rank": self.rank,
             "stage": self.stage,
@@ -53,6 +54,7 @@ class Holdings:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
+        """Read what `to_json` returned."""
         return cls(
             rank=content["rank"],
             stage=content["stage"],
@@ -67,30 +69,31 @@ class Holdings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameter:
-    """A whole Megatron parameter as its shards."""
+    """A whole Megatron parameter that is merged from shards at its owner."""
 
     name: str
     shape: tuple[int, ...]
-    """of the whole, without padding"""
+    """Shape of the whole, without padding"""
     owner: int
-    """the rank that puts it together"""
+    """The rank that merges the shards"""
     ranks: tuple[int, ...]
-    """who sends a shard, in the order of the shards"""
+    """The ranks that send a shard, in the order of the shards"""
     shard: ParameterShard
     axis: int
-    """along which the shards follow each other"""
+    """The axis along which the shards follow each other"""
     is_expert: bool
-    """held by the expert-parallel group of the owner, not by its tensor-parallel group"""
+    """True if the owner's expert-parallel group holds it, and not its tensor-parallel group"""
 
     @property
     def shard_bytes(self) -> int:
         return torch.Size(self.shard.shape).numel() * self.shard.dtype.itemsize
 
     def describe(self) -> list[Any]:
+        """Return a JSON value that is equal on two ranks if they plan the same."""
         return [self.name, self.shape, self.owner, self.ranks, self.shard.shape, str(self.shard.dtype), self.axis]
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole parameter; a view where one shard is the whole. Padding is cut off."""
+        """Return the whole parameter without padding; a view of the shard if there is only one."""
         if len(shards) == 1:
             whole = shards[0]
         else:
@@ -102,10 +105,11 @@ class ShardedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPart:
+    """Parameters that become Hugging Face tensors together, and where their shards are."""
+
     number: int
-    """in the model"""
+    """Position in the model"""
     parameters: tuple[ShardedParameter, ...]
-    """of its Megatron parameters"""
     tensors: tuple[TensorSpec, ...]
 
     @property
@@ -114,7 +118,10 @@ class PlannedPart:
 
 
 def locate_parameter(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings]) -> ShardedParameter:
-    """Raises PublishError, which names the parameter and the rank that is at fault."""
+    """Find the shards of the parameter `name` of the whole `shape`, among what the ranks hold.
+
+    Raises PublishError, which names the parameter and the rank at fault.
+    """
     stages = [held.stage for held in ranks if name in held.shards]
     if not stages:
         raise PublishError(f"no rank holds the parameter {name}")
@@ -125,7 +132,7 @@ def locate_parameter(name: str, shape: tuple[int, ...], ranks: Sequence[Holdings
     if [shard.shape for shard in holders.values()] != [shape]:
         where = ", ".join(f"{list(shard.shape)} on rank {rank}" for rank, shard in holders.items())
         raise PublishError(
-            f"rank {owner.rank} does not hold the parameter {name}; so one rank of its expert-parallel group "
+            f"rank {owner.rank} does not hold the parameter {name}, so one rank of its expert-parallel group "
             f"{list(owner.expert_group)} should hold the whole of shape {list(shape)}; found: {where or 'nothing'}"
         )
     ((holder, shard),) = holders.items()
@@ -165,13 +172,13 @@ def _from_tensor_group(
 def _wrong_shape(name: str, shape: tuple[int, ...], shards: Sequence[ParameterShard], ranks: Sequence[int]) -> str:
     held = ", ".join(f"{list(shard.shape)} on rank {rank}" for rank, shard in zip(ranks, shards, strict=True))
     return (
-        f"the parameter {name} has the shape {list(shape)} by config.json, which its shards do not make up: {held} "
+        f"the parameter {name} has the shape {list(shape)} in config.json, which its shards do not make up: {held} "
         "(experts cut by tensor parallelism cannot be published)"
     )
 
 
 def refuse_different_replicas(ranks: Sequence[Holdings]) -> None:
-    """Ranks at the same place of the model hold the same. Raises PublishError with the parameter and the rank."""
+    """Raise PublishError, with parameter and rank, if ranks at the same place of the model hold different shards."""
     first_at: dict[tuple[int, int, int], Holdings] = {}
     for held in ranks:
         place = (held.stage, held.tensor_group.index(held.rank), held.expert_group.index(held.rank))

@@ -1,4 +1,4 @@
-"""Whether all servers hold the same weights, under the label of the version that was published."""
+"""Check that all servers hold the same weights under the label of the published version."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from megatron_a3po.fleet.publication import Fleet
 
 
 def check_servers(fleet: Fleet, version: int) -> None:
-    """A 200 does not prove that a server loaded what it received; its label and equal checksums are evidence.
+    """Compare the servers' version labels and checksums: a status of 200 does not prove that a server loaded anything.
 
-    Raises PublishError, and has servers that hold anything else rejected: of different weights, those that fewer
-    servers hold than any others, or all of them.
+    Puts servers that hold anything else into quarantine, and raises PublishError. If servers hold different weights,
+    the majority is right; without a majority, none is.
     """
     wrong = {
         url: f"{url} holds weight version {label} after the publication of {version}"
@@ -24,7 +24,7 @@ def check_servers(fleet: Fleet, version: int) -> None:
 
 
 def _compare(fleet: Fleet, version: int) -> None:
-    # Servers of another tensor-parallel size hold other shards.
+    # Servers with different tensor-parallel sizes hold different shards, which cannot be compared.
     by_size: dict[int, dict[str, list[dict[str, str]]]] = {}
     for url, ranks in fleet.checksums().items():
         by_size.setdefault(len(ranks), {})[url] = ranks
@@ -42,7 +42,7 @@ def _compare(fleet: Fleet, version: int) -> None:
 
 
 def _held_by_most(servers: Mapping[str, list[dict[str, str]]]) -> list[dict[str, str]] | None:
-    """None when two different ones are held equally often."""
+    """Return the checksums that most servers hold; None when two different ones are equally frequent."""
     counts = Counter({url: sum(ranks == other for other in servers.values()) for url, ranks in servers.items()})
     (url, most), *_ = counts.most_common()
     tied = any(count == most and servers[other] != servers[url] for other, count in counts.items())

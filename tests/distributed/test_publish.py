@@ -15,10 +15,10 @@ from aiohttp import web
 from tests.distributed.launch import end_model_parallel, run_ranks
 from tests.distributed.publish_cases import PUBLISHED, Case, change, changed_policy, encoded, expected_bytes
 from tests.support.deadlines import scaled
+from tests.support.publishing import UPDATE, serve
 from tests.support.receiver import Json, start_receiver
 from tests.support.scripted_server import ScriptedServer, close_connection, refuse, success
 from tests.support.tiny_models import save_tiny_model
-from tests.unit.weights.test_publisher import UPDATE, serve
 
 BUCKET_BYTES = 100_000
 
@@ -146,7 +146,7 @@ def _bodies_of_others(server: ScriptedServer) -> list[Json]:
 def _publish(cases: str, folder: str, urls: str) -> None:
     import torch.distributed as dist
 
-    from tests.unit.weights.test_publisher import fleet_of
+    from tests.support.publishing import fleet_of
 
     _start()
     for case in [Case(**fields) for fields in json.loads(cases)]:
@@ -167,7 +167,7 @@ def _fail(folder: str, urls: str) -> None:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.processes import end_process
-    from tests.unit.weights.test_publisher import fleet_of
+    from tests.support.publishing import fleet_of
 
     _start()
     case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})
@@ -193,7 +193,7 @@ def _lose_and_regain(folder: str, urls: str) -> None:
     import torch.distributed as dist
 
     from megatron_a3po.runtime.processes import end_process
-    from tests.unit.weights.test_publisher import fleet_of
+    from tests.support.publishing import fleet_of
 
     _start()
     case = Case(family="qwen3", parallel={"tensor": 2, "pipeline": 2})

@@ -171,7 +171,7 @@ def _publish_once(case: Case, path: Path, model: Any, urls: list[str], transport
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
-    from tests.unit.weights.test_publisher import fleet_of
+    from tests.support.publishing import fleet_of
 
     publish = {"bucket_bytes": 100_000, "timeout_seconds": 60.0, "transport": transport, "fallback": False}
     config = configuration(Case(family=case.family, parallel=case.parallel, settings={"publish": publish}), path)

@@ -64,7 +64,7 @@ def _publish(folder: str, url: str) -> None:
     from megatron_a3po.runtime.timing import PhaseTimer
     from megatron_a3po.weights.build import build_publisher
     from tests.distributed.parity import configuration
-    from tests.unit.weights.test_publisher import fleet_of
+    from tests.support.publishing import fleet_of
 
     cpu.install()
     torch.set_num_threads(1)

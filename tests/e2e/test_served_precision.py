@@ -9,7 +9,7 @@ import pytest
 from megatron_a3po.cpu.rollout_server import server_environment
 from tests.e2e.runs import ROOT, environment
 from tests.support.deadlines import scaled
-from tests.unit.weights.test_publisher import fleet_of
+from tests.support.publishing import fleet_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 

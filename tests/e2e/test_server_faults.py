@@ -31,7 +31,7 @@ from megatron_a3po.weights.publisher import WeightPublisher
 from tests.e2e.conftest import SERVER_START_SECONDS
 from tests.e2e.runs import get, post, wait_until
 from tests.support.deadlines import scaled
-from tests.unit.weights.test_publisher import OneRank, make_publisher
+from tests.support.publishing import OneRank, make_publisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 

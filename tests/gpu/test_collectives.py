@@ -23,9 +23,9 @@ from megatron_a3po.weights.transports.group import GroupTransport
 from tests.distributed.launch import run_ranks
 from tests.gpu.environment import needs_gpus
 from tests.support.deadlines import scaled
+from tests.support.publishing import UPDATE, Named, OneRank, as_bytes, fleet_of, serve
 from tests.support.receiver import Json, Receiver, start_receiver
 from tests.support.scripted_server import ScriptedServer, close_connection, refuse
-from tests.unit.weights.test_publisher import UPDATE, Named, OneRank, as_bytes, fleet_of, serve
 
 Device = Literal["cuda", "cpu"]
 DEVICES = [

@@ -1,4 +1,4 @@
-"""A process that takes part in weight-update groups as a server's only rank."""
+"""A process that takes part in weight-update groups as the only rank of a server."""
 
 import os
 import signal
@@ -15,22 +15,27 @@ Json = dict[str, Any]
 _TIMEOUT = timedelta(seconds=60.0)
 """No call waits longer for the trainer."""
 
+FORKED = get_context("forkserver")
+"""Starts processes as copies of one that has imported torch, which takes seconds"""
+FORKED.set_forkserver_preload(["torch.distributed", "tests.support.publishing"])
+
 
 class Receiver:
-    """Keeps every buffer that the process receives.
+    """Starts the process, and keeps every buffer that it receives.
 
-    A group whose trainer has gone while the process still connects to it keeps no other call waiting.
+    A group that the process still connects to, though its trainer is gone, keeps no other call waiting.
     """
 
     def __init__(self, device: str) -> None:
-        self._manager = _Manager(ctx=get_context("spawn"))
+        """device: where the buffers are."""
+        self._manager = _Manager(ctx=FORKED)
         self._manager.start(_end_with_parent)
         self._member = self._manager.member(device)
         self._pid: int = self._member.pid()
         self.buffers: list[bytes] = []
 
     def call(self, command: str, body: Json) -> None:
-        """`join`, `receive` or `leave`. Raises RuntimeError with what went wrong there, EOFError if it was killed."""
+        """Have it `join`, `receive` or `leave`. Raises RuntimeError where that fails, EOFError where it was killed."""
         result = getattr(self._member, command)(body)
         if result is not None:
             self.buffers.append(result)
@@ -43,7 +48,7 @@ class Receiver:
 
 @contextmanager
 def start_receiver(device: str = "cpu") -> Iterator[Receiver]:
-    """`device`: where its buffers are."""
+    """Start a receiver, and kill its process at the end. device: where its buffers are."""
     receiver = Receiver(device)
     try:
         yield receiver
@@ -52,7 +57,9 @@ def start_receiver(device: str = "cpu") -> Iterator[Receiver]:
 
 
 def _end_with_parent() -> None:
-    """Also when the parent is killed, which a manager does not notice."""
+    """End this process with its parent, also when that is killed, which a manager does not notice."""
+    # A TCPStore asks the resolver for the name of each client, for its log: 5 s where no resolver answers.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
     def watch() -> None:
         process = parent_process()
@@ -101,7 +108,7 @@ class _Member:
 
 
 def _join(body: Json) -> Any:
-    """The steps of SGLang's init_custom_process_group."""
+    """Join a group by the steps of SGLang's init_custom_process_group."""
     import torch.distributed.distributed_c10d as c10d
 
     name, rank, world_size = body["group_name"], body["rank_offset"], body["world_size"]
@@ -123,7 +130,7 @@ def _join(body: Json) -> Any:
 
 @contextmanager
 def _errors_that_travel() -> Iterator[None]:
-    """Some of torch's cannot be pickled."""
+    """Raise errors that can be pickled, as some of torch's cannot."""
     try:
         yield
     except Exception as error:

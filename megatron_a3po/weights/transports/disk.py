@@ -1,6 +1,6 @@
-"""Publication through files: a Hugging Face folder of each version, which every server reads.
+"""Publish through files: write a Hugging Face folder of each version, which every server reads.
 
-FOLDER/version_00000017/     of the last version, until the next one is published
+FOLDER/version_00000017/     the last version, until the next one is published
 FOLDER/publish.lock          held by the run that publishes
 """
 
@@ -23,39 +23,42 @@ from megatron_a3po.weights.plan import Bucket, Plan
 from megatron_a3po.weights.store_messages import StoreMessages
 
 FOLDER = "folder"
-"""Signal of where owners write"""
+"""Key of the message that tells owners where to write"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSettings:
-    """How versions go through files."""
+    """Where and how versions are written to files."""
 
     folder: Path
     """publish.folder, which all owners and all servers see"""
     model: Path
     """Hugging Face folder whose tokenizer and configuration go beside the weights"""
     quantization_config: Mapping[str, Any] | None = None
-    """What config.json shall say about FP8"""
+    """What config.json says about FP8; None: the servers hold none"""
     pause_first: bool = False
-    """Before anything is written, the first time, which tells early that a server is gone"""
+    """Pause the servers once before anything is written, to notice early that a server is gone"""
     timeout_seconds: float
-    """For an owner's writing of a bucket, and for the servers' reading"""
+    """For an owner to write a bucket, and for the servers to read the folder"""
 
 
 def shards_of(plan: Plan) -> list[Shard]:
-    """A file of each bucket."""
+    """Return the files of the plan, one for each bucket."""
     names = [shard_name(bucket.number + 1, len(plan.buckets)) for bucket in plan.buckets]
     return [Shard(file_name=name, tensors=bucket.tensors) for name, bucket in zip(names, plan.buckets, strict=True)]
 
 
 def wait_for_bucket(bucket: Bucket, messages: StoreMessages, settings: FileSettings) -> str:
-    """On rank 0: what the owner says of the bucket when it is written. Raises Stopped, PublishError."""
+    """Wait on rank 0 until the owner has written the bucket, and return what it says.
+
+    Raises Stopped, and PublishError after the timeout.
+    """
     what = f"rank {bucket.owner} could not write {bucket.title} to {settings.folder}"
     return messages.wait_for(f"ready {bucket.number}", settings.timeout_seconds, what)
 
 
 def announced_folder(messages: StoreMessages, owner: int) -> Path:
-    """Where rank 0 says that the owner shall write. Raises PublishError where it cannot."""
+    """Wait until rank 0 tells the folder to write to. Raises PublishError if this rank does not see it."""
     folder = Path(messages.wait_for(FOLDER))
     if not folder.is_dir():
         raise PublishError(f"rank {owner} does not see {folder}; publish.folder must be on shared storage")
@@ -63,16 +66,16 @@ def announced_folder(messages: StoreMessages, owner: int) -> Path:
 
 
 def lock_published(folder: Path) -> FolderLock:
-    """Take `publish.folder` for this run, whose publications remove what is not theirs. Raises ConfigError."""
+    """Lock `publish.folder` for this run, whose publications remove everything else there. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
     return lock_folder(folder, "publish.folder", "publish.lock")
 
 
 class DiskTransport:
-    """On every rank. Each bucket is a file, which its owner writes; all owners and all servers must see the folder."""
+    """Sends through a folder that all owners and servers see: owners write each bucket as a file. On every rank."""
 
     def __init__(self, plan: Plan, fleet: Fleet | None, settings: FileSettings) -> None:
-        """`fleet` on rank 0."""
+        """fleet: on rank 0."""
         self._fleet = fleet
         self._settings = settings
         self._pause_first = settings.pause_first
@@ -85,10 +88,10 @@ class DiskTransport:
         self._lock: FolderLock | None = None
 
     def prepare(self, members: Members) -> None:
-        """Every server that takes part is told where to read."""
+        """Do nothing: `deliver` tells the servers where to read."""
 
     def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
-        """On the owner: write a bucket."""
+        """Write a bucket. On its owner."""
         folder = announced_folder(messages, bucket.owner)
         shard = self._shards[bucket.number]
         with SafetensorsWriter(folder / shard.file_name, shard.tensors) as writer:
@@ -97,7 +100,7 @@ class DiskTransport:
         messages.tell(f"ready {bucket.number}")
 
     def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
-        """On rank 0: have all servers read the folder when all owners have written to it."""
+        """Have all servers read the folder, when all owners have written to it. On rank 0."""
         assert self._fleet is not None
         settings = self._settings
         self._lock = self._lock or lock_published(settings.folder)
@@ -123,12 +126,13 @@ class DiskTransport:
                 shutil.rmtree(former, ignore_errors=True)
 
     def metrics(self) -> dict[str, float]:
+        """Return no metrics of its own."""
         return {}
 
     def close(self) -> None:
-        """The last version stays: servers that start again can be pointed to it."""
+        """Release the folder. The last version stays, so that servers can be started on it."""
         if self._lock is not None:
             self._lock.release()
 
     def abandon(self) -> None:
-        """Nothing is left open at the servers."""
+        """Do nothing: an attempt leaves nothing open at the servers."""

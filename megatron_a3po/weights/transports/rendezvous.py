@@ -1,8 +1,7 @@
-"""Meeting the rollout servers in a process group that has none of the trainer's other ranks."""
+"""Meet the rollout servers in a process group that has none of the trainer's other ranks."""
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
@@ -15,21 +14,22 @@ import torch.distributed.distributed_c10d as c10d
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.processes import free_port
+from megatron_a3po.runtime.waiting import wait_until
 from megatron_a3po.weights.store_messages import StoreMessages
+from megatron_a3po.weights.wait_times import WaitTimes
 
-_LOOK_SECONDS = 0.005
-"""Between looks at what others say"""
 _NCCL_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
-"""NCCL's errors and timeouts are raised where somebody waits for a broadcast: by default they end the process."""
-_LATER_SECONDS = 10.0
-"""By which the group's own timeout comes after the publisher's, which knows more to tell"""
+"""Make NCCL raise its errors and timeouts where a broadcast is waited for. By default they end the process."""
 
 
 def meeting_place(urls: Sequence[str]) -> tuple[str, int]:
-    """Address and port of this machine, as servers at `urls` can reach them. Nothing is sent."""
+    """Return an address of this machine that the servers at `urls` can reach, and a free port. Sends nothing.
+
+    Raises PublishError for a host that cannot be reached.
+    """
     hosts = [urlsplit(url).hostname for url in urls]
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        hosts.append(os.environ["MASTER_ADDR"])  # beside which servers on the loopback are
+        hosts.append(os.environ["MASTER_ADDR"])  # servers on the loopback are on rank 0's machine
     addresses = list(map(_address_towards, hosts))
     address = next((each for each in addresses if not each.startswith("127.")), addresses[0])
     return address, free_port(address)
@@ -45,18 +45,20 @@ def _address_towards(host: str | None) -> str:
 
 
 def open_store(place: tuple[str, int], timeout_seconds: float) -> dist.Store:
-    """Where a group's members meet. When it is deleted, whoever still waits there for others fails."""
+    """Open the store in which a group's members meet. When it is deleted, members that still wait in it fail."""
     timeout = timedelta(seconds=timeout_seconds)
     return dist.TCPStore(*place, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 def join_as_first(
-    name: str, place: tuple[str, int], world_size: int, backend: str, timeout_seconds: float
+    name: str, place: tuple[str, int], world_size: int, backend: str, *, store_timeout: float, group_timeout: float
 ) -> dist.ProcessGroup:
-    """As rank 0, at an open store. Blocks until every rank has joined; NCCL's join in the first broadcast."""
-    timeout = timedelta(seconds=timeout_seconds)
-    store = dist.TCPStore(*place, world_size, False, timeout=timeout, wait_for_workers=False)
-    # Below dist.new_group, which knows only the default group's ranks: the servers are not among them.
+    """Join the group as its rank 0, at an open store. Timeouts are in seconds.
+
+    Blocks until every rank has joined. NCCL's ranks join in the first broadcast only.
+    """
+    store = dist.TCPStore(*place, world_size, False, timeout=timedelta(seconds=store_timeout), wait_for_workers=False)
+    # dist.new_group takes members of the default group only, and the servers are not among them.
     with _environment(_NCCL_ERRORS):
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -65,29 +67,38 @@ def join_as_first(
             c10d.Backend(backend),
             c10d.PrefixStore(name, store),
             group_name=c10d.GroupName(name),
-            timeout=timeout + timedelta(seconds=_LATER_SECONDS),
+            timeout=timedelta(seconds=group_timeout),
         )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
 
-def wait_for_all(futures: Sequence[Future[Any]], messages: StoreMessages, timeout_seconds: float) -> None:
-    """Raises what the first of them raises, Stopped when another rank has failed, TimeoutError."""
-    deadline = time.monotonic() + timeout_seconds
-    waiting = set(futures)
-    while waiting:
-        done, waiting = wait(waiting, _LOOK_SECONDS, FIRST_COMPLETED)
+def wait_for_all(
+    futures: Sequence[Future[Any]], messages: StoreMessages, timeout_seconds: float | None, times: WaitTimes
+) -> None:
+    """Wait until all futures are done.
+
+    Raises what the first failed future raises, Stopped when another rank has failed, and TimeoutError after the timeout
+    (None: never).
+    """
+    pending = set(futures)
+
+    def look() -> bool | None:
+        nonlocal pending
+        done, pending = wait(pending, times.failure_look_seconds, FIRST_COMPLETED)
         for future in done:
             future.result()
         messages.raise_if_stopped()
-        if waiting and time.monotonic() > deadline:
-            raise TimeoutError(f"not complete after {timeout_seconds:g} s")
+        return None if pending else True
+
+    # `look` itself waits, so that it notices at once when a future is done.
+    wait_until(look, timeout_seconds, look_seconds=0.0, clock=times.clock)
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Of this process, as a group reads it when it is made; no other one is made meanwhile."""
+    """Set variables of this process, which a group reads when it is made. No other group is made meanwhile."""
     former = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

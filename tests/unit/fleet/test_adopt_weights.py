@@ -10,8 +10,8 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.adopt_weights import adopt_weights
 from megatron_a3po.fleet.protocol import generate_request
 from megatron_a3po.fleet.publication import Fleet
+from tests.support.publishing import fleet_of, serve
 from tests.support.scripted_server import ScriptedServer, answer
-from tests.unit.weights.test_publisher import fleet_of, serve
 
 MODEL = Path("models/x")
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)

@@ -11,20 +11,12 @@ from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Sampler, Sampling
+from tests.support.publishing import UPDATE, OneRank, fleet_of, make_publisher, serve, some_tensors
 from tests.support.receiver import Receiver
 from tests.support.scripted_server import ScriptedServer, answer, response
 from tests.unit.rollout.test_collector import Digits, wait_until
-from tests.unit.weights.test_publisher import (  # noqa: F401
-    UPDATE,
-    OneRank,
-    default_group,
-    first_receiver,
-    fleet_of,
-    forget_buffers,
-    make_publisher,
-    serve,
-    some_tensors,
-)
+
+pytestmark = pytest.mark.usefixtures("default_group")
 
 PROMPT = Prompt(prompt_id="p", token_ids=(1, 2, 3))
 LENGTH = 8
@@ -153,7 +145,7 @@ async def test_in_place_needs_servers_without_radix_cache_and_overlap(server: Sc
 def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
     mode: str,
     flushes: bool,
-    first_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
 ) -> None:
     with serve(first_receiver) as (server,):
         server.script("/server_info", answer(IN_PLACE))

@@ -17,8 +17,9 @@ from megatron_a3po.fleet.protocol import generate_request
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.weights.plan import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.store_messages import Signals
+from megatron_a3po.weights.store_messages import StoreMessages
 from megatron_a3po.weights.transports.group import GroupTransport
+from tests.support.publishing import UPDATE, OneRank, fleet_of, large_tensors, make_publisher, serve, some_tensors
 from tests.support.receiver import Json, Receiver, start_receiver
 from tests.support.scripted_server import (
     Action,
@@ -31,19 +32,8 @@ from tests.support.scripted_server import (
     refuse_to_flush,
     success,
 )
-from tests.unit.weights.test_publisher import (  # noqa: F401
-    UPDATE,
-    OneRank,
-    default_group,
-    first_receiver,
-    fleet_of,
-    forget_buffers,
-    large_tensors,
-    make_publisher,
-    second_receiver,
-    serve,
-    some_tensors,
-)
+
+pytestmark = pytest.mark.usefixtures("default_group")
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 CONTINUE = "/continue_generation"
@@ -112,10 +102,10 @@ def after_version_zero(first: Receiver, second: Receiver, **options: object) -> 
 def nothing_is_sent() -> Iterator[None]:
     """Servers are told of buckets, and no group is built."""
 
-    def send(_: object, bucket: Bucket, buffer: Tensor, signals: Signals) -> None:
-        signals.tell(f"ready {bucket.number}")
+    def send(_: object, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
+        messages.tell(f"ready {bucket.number}")
 
-    def announce(groups: GroupTransport, bucket: Bucket, version: int, signals: Signals) -> None:
+    def announce(groups: GroupTransport, bucket: Bucket, version: int, messages: StoreMessages) -> None:
         assert groups._fleet is not None
         groups._fleet.update({"weight_version": str(version)}, 5.0).result(5.0)
 
@@ -147,8 +137,8 @@ FAULTS: dict[str, tuple[str, Action]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
     fault: str,
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path, action = FAULTS[fault]
@@ -180,8 +170,8 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
 
 
 def test_a_server_that_comes_late_to_a_group_that_another_one_has_refused_goes_on(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     with after_version_zero(first_receiver, second_receiver) as run:
         first, second = run.servers
@@ -198,8 +188,8 @@ def test_a_server_that_comes_late_to_a_group_that_another_one_has_refused_goes_o
 
 
 def test_a_silent_server_is_left_out_within_the_timeout(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     with after_version_zero(first_receiver, second_receiver, large=True, timeout_seconds=6.0) as run:
         run.servers[1].script(UPDATE, hang)
@@ -209,8 +199,8 @@ def test_a_silent_server_is_left_out_within_the_timeout(
 
 
 def test_a_400_after_the_weights_have_changed_leaves_the_server_out_though_it_says_the_new_version(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     with after_version_zero(first_receiver, second_receiver) as run:
         second = run.servers[1]
@@ -228,8 +218,8 @@ def test_a_400_after_the_weights_have_changed_leaves_the_server_out_though_it_sa
 
 
 def test_a_refusal_of_the_first_of_many_buckets_ends_the_attempt_for_all_of_them(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     tensors = [(f"t{number}", torch.full((4,), float(number))) for number in range(12)]
     with (
@@ -244,8 +234,8 @@ def test_a_refusal_of_the_first_of_many_buckets_ends_the_attempt_for_all_of_them
 
 
 def test_a_server_flushes_with_the_last_bucket_and_is_asked_again_only_where_it_could_not(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     with running(first_receiver, second_receiver) as run:
         first, second = run.servers
@@ -266,7 +256,7 @@ def test_a_server_flushes_with_the_last_bucket_and_is_asked_again_only_where_it_
         assert asked[asked.index("/flush_cache") :].index("/update_weight_version") == 6
 
 
-def test_a_server_that_cannot_be_flushed_in_six_attempts_fails(first_receiver: Receiver) -> None:  # noqa: F811
+def test_a_server_that_cannot_be_flushed_in_six_attempts_fails(first_receiver: Receiver) -> None:
     with running(first_receiver) as run:
         run.publish(0)
         refuse_to_flush(run.servers[0], UPDATE)
@@ -299,7 +289,7 @@ def test_of_three_servers_the_one_that_holds_other_weights_is_left_out() -> None
 
 
 def test_a_receiver_that_is_killed_in_a_broadcast_costs_its_server_only(
-    first_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
 ) -> None:
     with start_receiver() as mortal, after_version_zero(first_receiver, mortal, large=True, timeout_seconds=6.0) as run:
 
@@ -315,8 +305,8 @@ def test_a_receiver_that_is_killed_in_a_broadcast_costs_its_server_only(
 
 
 def test_with_too_few_servers_the_publication_is_an_error_that_names_them_all(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     with serve(first_receiver, second_receiver) as servers:
         servers[0].script("/begin_weight_update", refuse(400, "a session is open"))
@@ -331,8 +321,8 @@ def test_with_too_few_servers_the_publication_is_an_error_that_names_them_all(
 
 
 def test_after_a_failed_publication_only_servers_that_hold_a_whole_version_are_continued(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     with serve(first_receiver, second_receiver) as servers:
         with fleet_of(*(server.url for server in servers)) as fleet:

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,12 +18,16 @@ from torch import Tensor
 from megatron_a3po.errors import ConfigError, PublishError
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.files import write_durably
+from megatron_a3po.runtime.waiting import Clock
+from megatron_a3po.weights.transports.delta import folder as delta_folder
 from megatron_a3po.weights.transports.delta import followers as delta_followers
-from megatron_a3po.weights.transports.delta.encoding import as_words
+from megatron_a3po.weights.transports.delta.encoding import Delta, as_words
 from megatron_a3po.weights.transports.delta.folder import MODEL, PUBLISHED, Published, make_local_folder
 from megatron_a3po.weights.transports.delta.followers import follow, wait_for_followers
 from megatron_a3po.weights.transports.delta.writer import OwnedShard, Written
-from tests.support.paths import ROOT
+from megatron_a3po.weights.wait_times import WaitTimes
+from tests.support.deadlines import scaled
+from tests.support.receiver import FORKED
 from tests.unit.weights.test_delta import changed, random_bytes
 
 BF16 = (
@@ -238,46 +242,43 @@ def test_an_owner_whose_files_are_gone_writes_the_whole_shard(run: Run, local: P
     assert contents(make_local_folder(run.folder, local, published)) == run.expected()
 
 
-KILLER = """
-import json, os, sys
-from pathlib import Path
-import torch
-from megatron_a3po.weights import delta_folder
+EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile", "shutil.rmtree", "applied"}
 
-folder, copies = Path(sys.argv[1]), Path(sys.argv[2])
-published = delta_folder.Published.model_validate_json(sys.argv[3])
-left = None
-events = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile", "shutil.rmtree", "applied"}
 
-def step(event, arguments=()):
-    # Called before each of these; what lies between two calls is not divided.
-    global left
-    if left is not None and event in events:
-        left -= 1
-        if left < 0:
-            os._exit(9)
+def kill_before_every_step(folder: Path, original: Path, copies: Path, published: Published, report: Path) -> None:
+    """Make folder number k of `copies` the version, and be killed before step k; until there is no such step."""
+    left: int | None = None
+    apply_delta = delta_folder.apply_delta
 
-def in_halves(delta, buffer):
-    result = buffer.clone()
-    apply(delta, result)
-    for half in (slice(len(buffer) // 2), slice(len(buffer) // 2, None)):
-        buffer[half] = result[half]
-        step("applied")
+    def step(event: str, _: object = ()) -> None:
+        """Count each of the events; what lies between two of them is not divided."""
+        nonlocal left
+        if left is not None and event in EVENTS:
+            left -= 1
+            if left < 0:
+                os._exit(9)
 
-apply, delta_folder.apply_delta = delta_folder.apply_delta, in_halves
-torch.set_num_threads(1)
-sys.addaudithook(step)
-codes = []
-while not codes or codes[-1] == 9:
-    process = os.fork()
-    if process == 0:
-        left = len(codes)
-        delta_folder.make_local_folder(folder, copies / str(len(codes)), published)
-        os._exit(0)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-print(json.dumps(codes))
-"""
-"""Makes folder number k of `copies` the version, and is killed before its step k; until there is no such step."""
+    def in_halves(delta: Delta, buffer: Tensor) -> None:
+        result = buffer.clone()
+        apply_delta(delta, result)
+        for half in (slice(len(buffer) // 2), slice(len(buffer) // 2, None)):
+            buffer[half] = result[half]
+            step("applied")
+
+    delta_folder.apply_delta = in_halves
+    torch.set_num_threads(1)
+    sys.addaudithook(step)
+    codes: list[int] = []
+    while not codes or codes[-1] == 9:
+        local = copies / str(len(codes))
+        shutil.copytree(original, local)
+        process = os.fork()
+        if process == 0:
+            left = len(codes)
+            make_local_folder(folder, local, published)
+            os._exit(0)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    report.write_text(json.dumps(codes))
 
 
 def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_next_start_makes_it(
@@ -286,13 +287,13 @@ def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_
     former = make_local_folder(run.folder, tmp_path / "original", run.publish()[0])
     before = run.expected()
     published, _ = run.publish(0.05, 0.05)
-    copies = tmp_path / "copies"
-    for number in range(200):
-        shutil.copytree(former.parent, copies / str(number))
-    command = [sys.executable, "-c", KILLER, run.folder, copies, published.model_dump_json()]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert killed.returncode == 0, killed.stderr
-    codes = json.loads(killed.stdout)
+    copies, report = tmp_path / "copies", tmp_path / "report"
+    arguments = (run.folder, former.parent, copies, published, report)
+    process = FORKED.Process(target=kill_before_every_step, args=arguments)
+    process.start()
+    process.join(scaled(120.0))
+    process.kill()
+    codes = json.loads(report.read_text())
     assert codes[-1] == 0 and set(codes[:-1]) == {9} and len(codes) > 20
     seen = set()
     for number in range(len(codes)):
@@ -342,15 +343,13 @@ def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_n
     assert not list((run.folder / "followers").iterdir())
 
 
-class Clock:
-    """Time that passes only while the follower sleeps."""
+class Follower:
+    """Time that passes only while the follower sleeps, and when it tried to make a version."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.attempts: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
+        self.times = WaitTimes(clock=Clock(now=lambda: self.now, sleep=self.sleep))
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -361,36 +360,35 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(delta_followers, "time", clock)
-    monkeypatch.setattr(delta_followers, "make_local_folder", clock.make)
-    return clock
+def follower(monkeypatch: pytest.MonkeyPatch) -> Follower:
+    follower = Follower()
+    monkeypatch.setattr(delta_followers, "make_local_folder", follower.make)
+    return follower
 
 
 def test_a_follower_outlives_storage_that_is_away_and_asks_for_it_ever_more_rarely(
-    run: Run, local: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    run: Run, local: Path, follower: Follower, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.publish()
     whole, *_ = sorted(run.start.glob("*.whole.safetensors"))
     away = whole.rename(f"{whole}.away")
 
     def keep_on() -> bool:
-        if clock.now > 1100.0 and not whole.exists():
+        if follower.now > 1100.0 and not whole.exists():
             away.rename(whole)
-        return clock.now < 1200.0
+        return follower.now < 1200.0
 
-    follow(run.folder, local, "node1", keep_on)
-    pauses = [round(after - before) for before, after in itertools.pairwise(clock.attempts)]
+    follow(run.folder, local, "node1", keep_on, follower.times)
+    pauses = [round(after - before) for before, after in itertools.pairwise(follower.attempts)]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
     (target,) = local.glob("version_*")
     assert contents(target) == run.expected()
     (failure,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert whole.name in failure and f"see to {run.folder}, or to the room in {local}" in failure
+    assert whole.name in failure and str(run.folder) in failure and str(local) in failure
 
 
 def test_a_follower_that_fails_with_a_version_makes_the_next_one_at_once(
-    run: Run, local: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+    run: Run, local: Path, follower: Follower, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.publish()
     run.publish(0.02, 0.02)
@@ -398,31 +396,31 @@ def test_a_follower_that_fails_with_a_version_makes_the_next_one_at_once(
     flip_bit(delta, -1)
 
     def keep_on() -> bool:
-        if clock.now > 1050.0 and run.version == 2:
+        if follower.now > 1050.0 and run.version == 2:
             run.publish(1.0, 0.02)
-            clock.attempts = [clock.now]
-        return clock.now < 1100.0
+            follower.attempts = [follower.now]
+        return follower.now < 1100.0
 
-    follow(run.folder, local, "node1", keep_on)
-    assert len(clock.attempts) == 2 and clock.attempts[1] == clock.attempts[0]
+    follow(run.folder, local, "node1", keep_on, follower.times)
+    assert len(follower.attempts) == 2 and follower.attempts[1] == follower.attempts[0]
     (target,) = local.glob("version_00000003_*")
     assert contents(target) == run.expected()
     (failure,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert "model-0.safetensors are damaged; start the run again" in failure
+    assert "model-0.safetensors" in failure and "restart the run" in failure
 
 
 def test_a_follower_says_which_folder_it_holds_when_the_shared_storage_is_back(
-    run: Run, local: Path, clock: Clock
+    run: Run, local: Path, follower: Follower
 ) -> None:
     published, _ = run.publish()
     followers, held = run.folder / "followers", []
     followers.write_text("in the way")
 
     def keep_on() -> bool:
-        if clock.now > 1005.0 and followers.is_file():
+        if follower.now > 1005.0 and followers.is_file():
             followers.unlink()
         held.extend(path.read_text() for path in followers.glob("node1"))
-        return not held and clock.now < 1100.0
+        return not held and follower.now < 1100.0
 
-    follow(run.folder, local, "node1", keep_on)
-    assert held == [published.folder_name] and len(clock.attempts) == 1
+    follow(run.folder, local, "node1", keep_on, follower.times)
+    assert held == [published.folder_name] and len(follower.attempts) == 1

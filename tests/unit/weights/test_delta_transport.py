@@ -6,27 +6,26 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.weights.plan import Bucket
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.delta.folder import PUBLISHED, described_by
 from megatron_a3po.weights.transports.delta.followers import follow
 from megatron_a3po.weights.transports.delta.transport import DeltaTransport
 from megatron_a3po.weights.transports.disk import FileSettings
+from tests.support.deadlines import scaled
+from tests.support.publishing import FROM_DISK, OneRank, fleet_of, serve, world
 from tests.support.scripted_server import ScriptedServer, refuse
 from tests.unit.weights.test_delta_folder import contents
-from tests.unit.weights.test_publish_disk import FROM_DISK, model  # noqa: F401
-from tests.unit.weights.test_publisher import OneRank, default_group, fleet_of, serve  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("default_group")
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Setting:
     weights: dict[str, Tensor]
     folder: Path
     local: Path
-    failing: set[int] = field(default_factory=set)
+    failing: set[int]
     """numbers of buckets that cannot be collected"""
 
     def change(self, *places: int) -> None:
@@ -62,42 +61,19 @@ def versions_in(local: Path) -> list[str]:
 
 
 @contextmanager
-def publishing(model: Path, *, followed: bool = False, number: int = 1) -> Iterator[Setting]:  # noqa: F811
+def publishing(model: Path, *, followed: bool = False, number: int = 1) -> Iterator[Setting]:
+    """Publish through changes to so many servers."""
     weights = {f"t{number}": torch.randn(3000).bfloat16() for number in range(3)}
-    failing: set[int] = set()
-
-    class Source(OneRank):
-        def fill(self, bucket: Bucket, buffer: Tensor | None) -> None:
-            super().fill(bucket, buffer)
-            if bucket.number in failing:
-                raise PublishError("w is not finite")
-
-    source = Source(lambda: list(weights.items()), 6000)
-    group = dist.group.WORLD
-    assert group is not None
+    source = OneRank(lambda: list(weights.items()), 6000)
     folder, local = model.parent / "published", model.parent / "local"
+    settings = FileSettings(folder=folder, model=model, timeout_seconds=scaled(20.0))
     with serve(*[None] * number) as servers, fleet_of(*(server.url for server in servers), min_servers=1) as fleet:
-        publisher = through_deltas(source, fleet, folder, model, local, followed)
-        with publisher:
-            yield Setting(publisher, servers, weights, folder, local, failing)
+        transport = DeltaTransport(source.plan, fleet, settings, local=local, followed=followed)
+        with WeightPublisher(source, transport, fleet, world(), timer=PhaseTimer()) as publisher:
+            yield Setting(publisher, servers, weights, folder, local, source.failing)
 
 
-def through_deltas(
-    source: OneRank,
-    fleet: Fleet,
-    folder: Path,
-    model: Path,  # noqa: F811
-    local: Path,
-    followed: bool,
-) -> WeightPublisher:
-    group = dist.group.WORLD
-    assert group is not None
-    settings = FileSettings(folder=folder, model=model, timeout_seconds=10.0)
-    transport = DeltaTransport(source.plan, fleet, settings, local=local, followed=followed)
-    return WeightPublisher(source, transport, fleet, group, timer=PhaseTimer())
-
-
-def test_servers_read_folders_that_are_made_of_few_written_bytes(model: Path) -> None:  # noqa: F811
+def test_servers_read_folders_that_are_made_of_few_written_bytes(model: Path) -> None:
     with publishing(model) as setting:
         metrics = [setting.publisher.publish(0)]
         setting.check()
@@ -124,7 +100,7 @@ def test_servers_read_folders_that_are_made_of_few_written_bytes(model: Path) ->
     ]
 
 
-def test_nothing_stays_of_earlier_versions_and_starts_that_the_last_one_does_not_need(model: Path) -> None:  # noqa: F811
+def test_nothing_stays_of_earlier_versions_and_starts_that_the_last_one_does_not_need(model: Path) -> None:
     for _ in range(2):
         with publishing(model) as setting:
             for version in range(3):
@@ -138,7 +114,7 @@ def test_nothing_stays_of_earlier_versions_and_starts_that_the_last_one_does_not
 
 
 @pytest.mark.parametrize("shared", ["published", "local"])
-def test_a_second_run_on_a_folder_of_the_first_is_refused_and_removes_nothing(model: Path, shared: str) -> None:  # noqa: F811
+def test_a_second_run_on_a_folder_of_the_first_is_refused_and_removes_nothing(model: Path, shared: str) -> None:
     key = {"published": "publish.folder", "local": "publish.delta_folder"}[shared]
     other = model.parent / "other"
     other.mkdir()
@@ -156,7 +132,7 @@ def test_a_second_run_on_a_folder_of_the_first_is_refused_and_removes_nothing(mo
         first.check()
 
 
-def test_a_version_that_failed_half_written_is_made_up_for_by_the_next(model: Path) -> None:  # noqa: F811
+def test_a_version_that_failed_half_written_is_made_up_for_by_the_next(model: Path) -> None:
     with publishing(model) as setting:
         setting.publisher.publish(0)
         first = (setting.folder / PUBLISHED).read_bytes()
@@ -173,7 +149,7 @@ def test_a_version_that_failed_half_written_is_made_up_for_by_the_next(model: Pa
     assert metrics["publish_written_bytes"] < 3000
 
 
-def test_a_version_that_one_server_refuses_is_the_same_folder_for_the_others(model: Path) -> None:  # noqa: F811
+def test_a_version_that_one_server_refuses_is_the_same_folder_for_the_others(model: Path) -> None:
     with publishing(model, number=2) as setting:
         setting.publisher.publish(0)
         setting.change(1)
@@ -184,7 +160,7 @@ def test_a_version_that_one_server_refuses_is_the_same_folder_for_the_others(mod
         assert len(set(paths[1:])) == 1 and setting.servers[0].version == "1"
 
 
-def test_a_run_with_followers_makes_no_folder_itself_and_waits_for_theirs(model: Path) -> None:  # noqa: F811
+def test_a_run_with_followers_makes_no_folder_itself_and_waits_for_theirs(model: Path) -> None:
     with publishing(model, followed=True) as setting:
         ended = threading.Event()
 
@@ -204,7 +180,7 @@ def test_a_run_with_followers_makes_no_folder_itself_and_waits_for_theirs(model:
 
 
 def test_the_precision_of_a_server_is_known_by_its_version_though_its_folder_is_on_another_machine(
-    model: Path,  # noqa: F811
+    model: Path,
 ) -> None:
     with publishing(model) as setting:
         setting.publisher.publish(0)

@@ -7,21 +7,13 @@ import pytest
 
 from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.protocol import GenerateResponse
+from tests.support.publishing import OneRank, fleet_of, make_publisher, serve, some_tensors
 from tests.support.receiver import Receiver
 from tests.support.scripted_server import refuse
 from tests.unit.fleet.test_publication_faults import REQUEST, Run
 from tests.unit.serving.test_local_server import wait_until
-from tests.unit.weights.test_publisher import (  # noqa: F401
-    OneRank,
-    default_group,
-    first_receiver,
-    fleet_of,
-    forget_buffers,
-    make_publisher,
-    second_receiver,
-    serve,
-    some_tensors,
-)
+
+pytestmark = pytest.mark.usefixtures("default_group")
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -47,8 +39,8 @@ def watch_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_server_receives_the_next_version_and_is_sampled_from(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     source = OneRank(some_tensors, 120)
     with (
@@ -82,8 +74,8 @@ def test_a_new_server_receives_the_next_version_and_is_sampled_from(
 
 
 def test_a_new_server_that_cannot_take_part_stops_nobody(
-    first_receiver: Receiver,  # noqa: F811
-    second_receiver: Receiver,  # noqa: F811
+    first_receiver: Receiver,
+    second_receiver: Receiver,
 ) -> None:
     """Those that were there at the start are enough, whatever comes."""
     source = OneRank(some_tensors, 120)

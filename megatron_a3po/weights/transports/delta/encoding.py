@@ -1,9 +1,9 @@
-"""Which words of a buffer differ from those of a former one, and writing them there. Pure.
+"""Find the words in which a buffer differs from a former one, and write them there. Pure.
 
 A word is an element of the smallest item size in the buffer: a bf16 weight, or an FP8 one and a quarter of a scale.
 
-counts   [ceil(words / 256)] int16   how many of each 256 words have changed
-offsets  [changed] uint8             which of the 256
+counts   [ceil(words / 256)] int16   how many of each block of 256 words have changed
+offsets  [changed] uint8             their positions in the block
 values   [changed] integers          their new bits
 
 Bits are compared, not numbers: 0.0 and -0.0 differ, and a NaN equals itself if its payload does.
@@ -20,7 +20,7 @@ from megatron_a3po.hf.safetensors_format import TensorSpec
 
 _BLOCK = 256
 _SLICE = 1 << 16
-"""Blocks that are worked on at once: positions take 8 bytes each."""
+"""Blocks that are processed at a time: positions take 8 bytes each"""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -37,16 +37,17 @@ class Delta:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the file, by name."""
         return {"counts": self.counts, "offsets": self.offsets, "values": self.values}
 
 
 def as_words(buffer: Tensor, tensors: Iterable[TensorSpec]) -> Tensor:
-    """`buffer` [bytes] uint8, which holds the tensors' bytes, as [words] integers."""
+    """Return a view of `buffer` [bytes] uint8, which holds the tensors' bytes, as [words] integers."""
     return buffer.view(_WORDS[min(spec.dtype.itemsize for spec in tensors)])
 
 
 def make_delta(former: Tensor, new: Tensor) -> tuple[int, Delta | None]:
-    """How many words have changed; and the delta, unless it takes as many bytes as all words.
+    """Return how many words have changed, and the delta; None if it takes as many bytes as all words.
 
     former, new: [words] of the same integer dtype, on the CPU.
     """
@@ -64,8 +65,10 @@ def make_delta(former: Tensor, new: Tensor) -> tuple[int, Delta | None]:
 
 
 def apply_delta(delta: Delta, buffer: Tensor) -> None:
-    """Write the changed words into `buffer` [bytes] uint8, on the CPU. Raises ValueError for a delta that was not made
-    for a buffer of this size, and then has written nothing or some of them."""
+    """Write the changed words into `buffer` [bytes] uint8, on the CPU.
+
+    Raises ValueError for a delta of a buffer of another size; some words may have been written by then.
+    """
     words = buffer.view(delta.values.dtype)
     counts = delta.counts.to(torch.int64)
     lengths = [counts.numel() * _BLOCK - words.numel(), int(counts.sum()), delta.offsets.numel(), delta.values.numel()]

@@ -1,16 +1,16 @@
-"""Versions as changes: what a run writes to shared storage, and what rollout machines make of it on their own.
+"""Versions as changes: what a run writes to shared storage, and the folders that rollout machines make of it.
 
 FOLDER/published.json                           the last version: which files make which shard
-FOLDER/start_5f1c09aa/                          of one start of the run
+FOLDER/start_5f1c09aa/                          the files of one start of the run
     model/                                      a Hugging Face folder, but for its shards
-    model-00001-of-00002.0.whole.safetensors    a shard, so that nothing but this folder is needed
-    model-00001-of-00002.1.delta.safetensors    what has changed in it since, see delta.py
+    model-00001-of-00002.0.whole.safetensors    a whole shard
+    model-00001-of-00002.1.delta.safetensors    what has changed in it since, see encoding.py
 FOLDER/followers/HOST                           the folder that the machine holds, below its LOCAL
 FOLDER/publish.lock                             held by the run that publishes
 
 LOCAL/version_00000018_9f86d081884c/            for the servers; the name tells the version and the bytes
     .published.json                             what it was made from
-LOCAL/.version_..._....unfinished/              while it is made of the version before; of no use if that is interrupted
+LOCAL/.version_..._....unfinished/              while it is made from the version before; made anew if interrupted
 LOCAL/delta.lock                            held by the process that makes these
 """
 
@@ -57,7 +57,7 @@ class Whole(_Record):
 
 
 class Change(_Record):
-    """A file with what makes of the shard with checksum `base` the one with `checksum`."""
+    """A file with the changes that turn the shard with checksum `base` into the one with `checksum`."""
 
     file: str
     base: str
@@ -81,7 +81,7 @@ class PublishedShard(_Record):
         return [self.whole.file, *(change.file for change in self.changes)]
 
     def changes_since(self, held: str | None) -> tuple[Change, ...] | None:
-        """What leads from the shard with the checksum `held` to this version; None if nothing does."""
+        """Return the changes from the shard with the checksum `held` to this version; None if there are none."""
         if held == self.checksum:
             return ()
         starts = [number for number, change in enumerate(self.changes) if change.base == held]
@@ -89,23 +89,23 @@ class PublishedShard(_Record):
 
 
 class Published(_Record):
-    """A version."""
+    """A published version: the files of all its shards."""
 
     format: Literal[1] = 1
     version: int
     start: str
-    """the folder of the start of the run that has published it"""
+    """The folder of the start of the run that has published it"""
     shards: tuple[PublishedShard, ...]
 
     @property
     def folder_name(self) -> str:
-        """Below LOCAL. Two folders with this name hold the same bytes."""
+        """The folder's name below LOCAL. Two folders with the same name hold the same bytes."""
         content = [self.start, *(text for shard in self.shards for text in (shard.name, shard.checksum))]
         return f"version_{self.version:08d}_{hashlib.sha256(' '.join(content).encode()).hexdigest()[:12]}"
 
 
 def read_published(path: Path) -> Published | None:
-    """None where there is none, or one that cannot be read."""
+    """Read the record of a version; return None if there is none, or it cannot be read."""
     try:
         return Published.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -113,13 +113,16 @@ def read_published(path: Path) -> Published | None:
 
 
 def described_by(model: Path, folder: Path, local: Path | None) -> Path:
-    """Where config.json of a server's `model` is seen here: for a version below LOCAL on its machine, in FOLDER."""
+    """Return the folder with config.json of a server's `model` that is visible here.
+
+    For a version below LOCAL on the server's machine, that is the `model` folder in FOLDER.
+    """
     published = read_published(folder / PUBLISHED) if local and model.parent == local.absolute() else None
     return folder / published.start / MODEL if published is not None else model
 
 
 def checksum(header: bytes, data: torch.Tensor) -> str:
-    """Of a shard: SHA-256 over those of its header and of pieces of 16 MiB of `data` [bytes] uint8, on the CPU."""
+    """Return a shard's checksum: SHA-256 over the SHA-256 of its header and of each 16 MiB of `data` [bytes] uint8."""
     view = memoryview(data.numpy())
     pieces = [header, *(view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -128,18 +131,20 @@ def checksum(header: bytes, data: torch.Tensor) -> str:
 
 
 def lock_local(local: Path) -> FolderLock:
-    """Take LOCAL for this process, for `make_local_folder`. Raises ConfigError while another one makes folders there,
-    and OSError."""
+    """Lock LOCAL for this process, which then may call `make_local_folder`.
+
+    Raises ConfigError while another process makes folders there, and OSError.
+    """
     local.mkdir(parents=True, exist_ok=True)
     return lock_folder(local, "publish.delta_folder", "delta.lock")
 
 
 def make_local_folder(folder: Path, local: Path, published: Published) -> Path:
-    """LOCAL/version_..., by changes to the version that is there, and from whole shards where it cannot be; returns it.
+    """Make LOCAL/version_... and return it: by changes to the version that is there, else from whole shards.
 
-    Versions of other starts are removed from LOCAL, which must be this process's (`lock_local`). Every byte is checked,
-    also of a folder that is there. Raises PublishError for damaged files in `folder`, and OSError, also when these are
-    replaced by those of a later version meanwhile.
+    Removes other versions from LOCAL, which this process must have locked (`lock_local`). Checks every byte, also of a
+    folder that is there. Raises PublishError for damaged files in `folder`, and OSError, also when a later version
+    replaces these files meanwhile.
     """
     target = local / published.folder_name
     unfinished = local / f".{target.name}.unfinished"
@@ -163,14 +168,14 @@ def make_local_folder(folder: Path, local: Path, published: Published) -> Path:
 
 
 def _newest(local: Path, start: str) -> Published | None:
-    """What the last folder of this start of the run was made from."""
+    """Return the record of the newest folder that this start of the run made."""
     found = {path.name: read_published(path / _HELD) for path in local.glob("version_*")}
     ours = [held for name, held in found.items() if held and held.start == start and held.folder_name == name]
     return max(ours, key=lambda held: held.version, default=None)
 
 
 def _update_shard(source: Path, unfinished: Path, held: str | None, shard: PublishedShard) -> None:
-    """held: the checksum of the file that is there."""
+    """Bring the shard's file up to date. held: its checksum; None: there is no file."""
     path = unfinished / shard.name
     changes = shard.changes_since(held)
     if changes is not None:
@@ -179,11 +184,11 @@ def _update_shard(source: Path, unfinished: Path, held: str | None, shard: Publi
         logger.warning("%s or a file with changes to it is damaged; the whole shard is copied", path)
     shutil.copyfile(source / shard.whole.file, path)
     if not _update_file(source, path, shard, shard.changes_since(shard.whole.checksum) or ()):
-        raise PublishError(f"{source}: the files of {shard.name} are damaged; start the run again, which writes others")
+        raise PublishError(f"{source}: the files of {shard.name} are damaged; restart the run, which writes new ones")
 
 
 def _update_file(source: Path, path: Path, shard: PublishedShard, changes: Sequence[Change]) -> bool:
-    """Whether the file is what it should be when it has changed."""
+    """Apply the changes to the file, and return whether its checksum is then right."""
     try:
         start = read_header(path)[0].start
         file = torch.from_numpy(np.memmap(path, mode="r+"))

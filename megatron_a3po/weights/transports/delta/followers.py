@@ -1,10 +1,10 @@
 """Rollout machines that follow the published versions, and the run that waits for them.
 
-Each says in FOLDER/followers/HOST which folder it holds. One that does not come to hold a version in time is forgotten,
-until it holds one: a machine that is gone costs one wait. Its servers then refuse, since they miss the folder.
+Each machine writes to FOLDER/followers/HOST which folder it holds. The run forgets a machine that does not hold a
+version in time, until it holds one again: a machine that is gone costs one wait. Its servers then refuse the version,
+since they miss the folder.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.logging import logger
+from megatron_a3po.runtime.waiting import wait_until
 from megatron_a3po.weights.transports.delta.folder import (
     PUBLISHED,
     Published,
@@ -20,23 +21,26 @@ from megatron_a3po.weights.transports.delta.folder import (
     make_local_folder,
     read_published,
 )
+from megatron_a3po.weights.wait_times import WaitTimes
 
 _FOLLOWERS = "followers"
-_POLL_SECONDS = 0.1
-_RETRY_SECONDS = 1.0
-"""After the first failure of a version; twice as long after each further one"""
-_MAX_RETRY_SECONDS = 30.0
 
 
-def follow(folder: Path, local: Path, host: str, keep_on: Callable[[], bool] = lambda: True) -> None:
-    """Make every version that is published in `folder` a folder below `local`. What fails is logged and tried again.
-    Raises ConfigError while another process does that there, and OSError where `local` cannot be made."""
+def follow(
+    folder: Path, local: Path, host: str, keep_on: Callable[[], bool] = lambda: True, times: WaitTimes | None = None
+) -> None:
+    """Turn every version that is published in `folder` into a folder below `local`, while `keep_on` returns True.
+
+    Logs failures and retries. Raises ConfigError while another process follows there, and OSError if `local` cannot be
+    made.
+    """
+    times = times or WaitTimes()
     lock = lock_local(local)
-    machine = _Machine(folder, local, folder / _FOLLOWERS / host)
+    machine = _Machine(folder, local, folder / _FOLLOWERS / host, times)
     try:
         while keep_on():
             machine.look()
-            time.sleep(_POLL_SECONDS)
+            times.clock.sleep(times.follower_look_seconds)
     finally:
         with suppress(OSError):
             machine.note.unlink(missing_ok=True)
@@ -45,21 +49,22 @@ def follow(folder: Path, local: Path, host: str, keep_on: Callable[[], bool] = l
 
 @dataclass
 class _Machine:
-    """What follows, and its failures since it last held a version."""
+    """The following machine, and its failures since it last held a version."""
 
     folder: Path
     local: Path
     note: Path
+    times: WaitTimes
     _held: str = ""
     _failed: Published | None = None
-    _pause_seconds: float = _RETRY_SECONDS
+    _pause_seconds: float = 0.0
     _next_time: float = 0.0
     _told: set[str] = field(default_factory=set)
 
     def look(self) -> None:
-        """Hold what is published, unless that has failed a short while ago."""
+        """Hold the published version, unless that failed a short while ago."""
         published = read_published(self.folder / PUBLISHED)
-        if published == self._failed and time.monotonic() < self._next_time:
+        if published == self._failed and self.times.clock.now() < self._next_time:
             return
         try:
             self._hold(published)
@@ -68,7 +73,7 @@ class _Machine:
             if read_published(self.folder / PUBLISHED) == published:
                 self._fail(published, error)
         else:
-            self._failed, self._pause_seconds = None, _RETRY_SECONDS
+            self._failed, self._pause_seconds = None, 0.0
             self._told.clear()
 
     def _hold(self, published: Published | None) -> None:
@@ -81,44 +86,53 @@ class _Machine:
             write_durably(self.note, self._held)
 
     def _fail(self, published: Published | None, error: OSError | PublishError) -> None:
-        remedy = "" if isinstance(error, PublishError) else f"; see to {self.folder}, or to the room in {self.local}"
+        remedy = "" if isinstance(error, PublishError) else f"; check {self.folder} and the free space in {self.local}"
         if str(error) not in self._told:
             self._told.add(str(error))
-            logger.error("%s%s; this is tried again until it succeeds", error, remedy)
+            logger.error("%s%s; retrying until it succeeds", error, remedy)
         if published != self._failed:
-            self._failed, self._pause_seconds = published, _RETRY_SECONDS
-        self._next_time = time.monotonic() + self._pause_seconds
-        self._pause_seconds = min(2 * self._pause_seconds, _MAX_RETRY_SECONDS)
+            self._failed, self._pause_seconds = published, 0.0
+        self._pause_seconds = min(2 * self._pause_seconds, self.times.max_retry_seconds) or self.times.retry_seconds
+        self._next_time = self.times.clock.now() + self._pause_seconds
 
 
 def wait_for_followers(
-    folder: Path, published: Published, timeout_seconds: float, look: Callable[[], None] = lambda: None
+    folder: Path,
+    published: Published,
+    timeout_seconds: float,
+    look: Callable[[], None] = lambda: None,
+    times: WaitTimes | None = None,
 ) -> None:
-    """Until all hold the version, or time is over. look: is called meanwhile. Raises PublishError without a follower,
-    and what `look` raises."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
+    """Wait until all followers hold the version, and forget those that do not after `timeout_seconds`.
+
+    `look` is called meanwhile. Raises PublishError when there is no follower, and what `look` raises.
+    """
+    times = times or WaitTimes()
+    held: dict[Path, str | None] = {}
+
+    def all_hold() -> bool | None:
         look()
-        held = {path: _read(path) for path in (folder / _FOLLOWERS).glob("[!.]*")}
-        late = [path for path in held if held[path] != published.folder_name]
-        if held and not late:
-            return
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_SECONDS)
-    if not held:
-        raise PublishError(
-            f"no machine follows {folder} within {timeout_seconds:g} s; run tools/apply_weight_delta.py on every "
-            "machine with rollout servers"
-        )
-    for path in late:
-        logger.warning(
-            "%s did not hold weight version %d within %g s; is tools/apply_weight_delta.py running there?",
-            path.name,
-            published.version,
-            timeout_seconds,
-        )
-        path.unlink(missing_ok=True)
+        held.clear()
+        held.update({path: _read(path) for path in (folder / _FOLLOWERS).glob("[!.]*")})
+        return True if held and all(name == published.folder_name for name in held.values()) else None
+
+    try:
+        wait_until(all_hold, timeout_seconds, look_seconds=times.follower_look_seconds, clock=times.clock)
+    except TimeoutError:
+        if not held:
+            raise PublishError(
+                f"no machine follows {folder} within {timeout_seconds:g} s; run tools/apply_weight_delta.py on every "
+                "machine with rollout servers"
+            ) from None
+    for path, name in held.items():
+        if name != published.folder_name:
+            logger.warning(
+                "%s did not hold weight version %d within %g s; is tools/apply_weight_delta.py running there?",
+                path.name,
+                published.version,
+                timeout_seconds,
+            )
+            path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Publication through files of what has changed, which rollout machines turn into folders of their own."""
+"""Publish through files of what has changed, which rollout machines turn into folders of their own."""
 
 import secrets
 import shutil
@@ -28,12 +28,14 @@ from megatron_a3po.weights.transports.disk import (
 
 
 class DeltaTransport:
-    """On every rank. Each bucket is a shard, which its owner writes as a whole or as what has changed since the last
-    version; to compare, the owner keeps a copy of its buckets in host memory."""
+    """Sends each bucket as a file: the whole, or what has changed since the last version. On every rank.
+
+    To compare, an owner keeps a copy of its buckets in host memory.
+    """
 
     def __init__(self, plan: Plan, fleet: Fleet | None, settings: FileSettings, *, local: Path, followed: bool) -> None:
-        """fleet: on rank 0; local: where servers find the versions on their machines; followed: by
-        tools/apply_weight_delta.py there, else rank 0 makes them, both within the settings' timeout."""
+        """fleet: on rank 0. local: where servers find the versions on their machines. followed: whether
+        tools/apply_weight_delta.py makes them there, or rank 0 does; either way within the settings' timeout."""
         self._fleet = fleet
         self._settings = settings
         self._local = local
@@ -51,17 +53,17 @@ class DeltaTransport:
         self._locks: list[FolderLock] = []
 
     def prepare(self, members: Members) -> None:
-        """Every server that takes part is told where to read."""
+        """Do nothing: `deliver` tells the servers where to read."""
 
     def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
-        """On the owner: write a bucket, or what has changed in it."""
+        """Write a bucket, or what has changed in it. On its owner."""
         folder = announced_folder(messages, bucket.owner)
         name = self._shards[bucket.number].file_name
         owned = self._owned.setdefault(bucket.number, OwnedShard(name, bucket.tensors))
         messages.tell(f"ready {bucket.number}", owned.write(folder, buffer).model_dump_json())
 
     def deliver(self, version: int, messages: StoreMessages, timer: PhaseTimer) -> None:
-        """On rank 0: have all servers read their machine's folder when it holds the version."""
+        """Have all servers read their machine's folder, when it holds the version. On rank 0."""
         assert self._fleet is not None
         self._take_folders()
         settings = self._settings
@@ -91,20 +93,20 @@ class DeltaTransport:
         _remove_unused(folder, published)
 
     def metrics(self) -> dict[str, float]:
-        """On rank 0, of the last version: bytes that all owners have written, and, of the buckets that they had
-        written before, the share of elements that have changed."""
+        """Return, for the last version, how many bytes the owners have written, and the share of changed elements in
+        buckets that they had written before. On rank 0."""
         return self._metrics
 
     def close(self) -> None:
-        """The last version stays."""
+        """Release the folders. The last version stays."""
         for lock in self._locks:
             lock.release()
 
     def abandon(self) -> None:
-        """Nothing is left open at the servers."""
+        """Do nothing: an attempt leaves nothing open at the servers."""
 
     def _take_folders(self) -> None:
-        """Unless they are taken already. Raises ConfigError."""
+        """Lock the folders, once. Raises ConfigError."""
         if not self._locks:
             self._locks.append(lock_published(self._settings.folder))
         if not self._followed and len(self._locks) == 1:
@@ -125,7 +127,7 @@ def _metrics(written: Sequence[Written]) -> dict[str, float]:
 
 
 def _remove_unused(folder: Path, published: Published) -> None:
-    """Of earlier versions, and of earlier starts of the run."""
+    """Remove files of earlier versions and of earlier starts of the run."""
     used = {MODEL, *(file for shard in published.shards for file in shard.files)}
     unused = [path for path in (folder / published.start).iterdir() if path.name not in used]
     for path in (*unused, *(path for path in folder.glob("start_*") if path.name != published.start)):

@@ -1,4 +1,4 @@
-"""What the owner of a bucket writes of it: all, or what has changed."""
+"""Write a bucket on its owner: the whole, or what has changed."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,21 +13,21 @@ from megatron_a3po.weights.transports.delta.folder import Change, PublishedShard
 
 
 class Written(BaseModel):
-    """What an owner tells rank 0."""
+    """What an owner tells rank 0 about a bucket that it wrote."""
 
     shard: PublishedShard
     nbytes: int
-    """of the files that were written for this version"""
+    """Size of the files that were written for this version"""
     num_compared: int
-    """elements; 0 when there was nothing to compare with"""
+    """Elements; 0 when there was nothing to compare with"""
     num_changed: int
 
 
 class OwnedShard:
-    """One bucket at its owner, which keeps its bytes in host memory."""
+    """One bucket on its owner, with its last published bytes in host memory."""
 
     def __init__(self, name: str, tensors: Sequence[TensorSpec]) -> None:
-        """name: of the file in Hugging Face folders; tensors: in the order of their bytes."""
+        """name: of the file in Hugging Face folders. tensors: in the order of their bytes."""
         self._stem = name.removesuffix(".safetensors")
         self._name = name
         self._tensors = tensors
@@ -36,7 +36,7 @@ class OwnedShard:
         self._num_files = 0
 
     def write(self, folder: Path, buffer: Tensor) -> Written:
-        """Write what is missing in `folder` for the bucket's bytes `buffer` [bytes] uint8. Raises CheckpointError."""
+        """Write to `folder` what it lacks of the bucket's bytes `buffer` [bytes] uint8. Raises CheckpointError."""
         new = buffer.to("cpu", copy=True)
         former, shard = self._former, self._shard
         if former is None or shard is None or not all((folder / file).is_file() for file in shard.files):
@@ -66,7 +66,7 @@ class OwnedShard:
     def _write_delta(
         self, folder: Path, new: Tensor, delta: Delta, former: PublishedShard
     ) -> tuple[PublishedShard, int]:
-        # Who has nothing never reads more than twice the shard, and changes never cost more than whole shards.
+        # A reader that holds nothing reads at most twice the shard, and changes never cost more than whole shards.
         is_full = sum(each.nbytes for each in former.changes) + delta.nbytes > new.nbytes
         if is_full and 2 * delta.nbytes > new.nbytes:
             return self._write_whole(folder, new)
@@ -74,7 +74,7 @@ class OwnedShard:
         change = Change(file=file, base=former.checksum, checksum=self._checksum(new), nbytes=delta.nbytes)
         if not is_full:
             return former.model_copy(update={"changes": (*former.changes, change)}), nbytes
-        # Who holds the version before needs the last change only.
+        # A reader that holds the version before needs the last change only.
         shard, whole_nbytes = self._write_whole(folder, new)
         return shard.model_copy(update={"changes": (change,)}), nbytes + whole_nbytes
 
