@@ -122,7 +122,7 @@ def test_a_second_run_on_a_folder_of_the_first_is_refused_and_removes_nothing(mo
     (other / shared).symlink_to(model.parent / shared)
     with publishing(model) as first, publishing(other / "model") as second:
         first.publisher.publish(0)
-        refused = rf"{key} = {other / shared}: .* process {os.getpid()}\).*another folder \(`{key}=\.\.\.`\)"
+        refused = rf"{key} = {other / shared}: .*{os.getpid()}.*{key}="
         with pytest.raises(PublishError, match=refused):
             second.publisher.publish(0)
         assert "/pause_generation" not in second.servers[0].paths()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_a3po.weights.transports import rendezvous as joining
+from megatron_a3po.weights.transports import rendezvous
 
 HERE, ALSO_HERE, ELSEWHERE = "http://127.0.0.1:30000", "http://this-node:30001", "http://10.0.0.7:30000"
 
@@ -40,7 +40,7 @@ def test_the_address_is_one_that_all_servers_reach(
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.setattr(joining.socket, "socket", Probe)
-    monkeypatch.setattr(joining, "free_port", lambda address: 7)
+    monkeypatch.setattr(rendezvous.socket, "socket", Probe)
+    monkeypatch.setattr(rendezvous, "free_port", lambda address: 7)
 
-    assert joining.meeting_place(urls) == (host, 7)
+    assert rendezvous.meeting_place(urls) == (host, 7)

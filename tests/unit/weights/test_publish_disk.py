@@ -91,9 +91,7 @@ def test_a_second_run_on_the_folder_is_refused_until_the_first_has_ended(model: 
         with through_disk(OneRank(some_tensors, 1000), ours, model) as first:
             first.publish(7)
             second = through_disk(OneRank(some_tensors, 1000), others, model)
-            with pytest.raises(
-                PublishError, match=r"publish\.folder = .*/published: .*alive.*`publish\.folder=\.\.\.`"
-            ):
+            with pytest.raises(PublishError, match=r"publish\.folder = .*/published: .*publish\.folder="):
                 second.publish(0)
             assert read(model.parent / "published" / "version_00000007").keys() == dict(some_tensors()).keys()
         assert second.publish(0)["published_bytes"] > 0

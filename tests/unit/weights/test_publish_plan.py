@@ -18,7 +18,7 @@ from megatron_a3po.weights.plan import (
     refuse_different_digests,
     refuse_other_names,
 )
-from megatron_a3po.weights.shards import Holdings, ParameterShard
+from megatron_a3po.weights.shards import Holdings, ParameterShard, ShardedParameter
 
 VOCABULARY, HIDDEN = 10, 4
 SHAPES = {
@@ -74,7 +74,7 @@ def holding(ranks: list[Holdings], rank: int, name: str, other: ParameterShard) 
     return [replace(held, shards={**held.shards, name: other}) if held.rank == rank else held for held in ranks]
 
 
-def parameter_of(plan: Plan, name: str) -> object:
+def parameter_of(plan: Plan, name: str) -> ShardedParameter:
     return next(parameter for part in plan.parts for parameter in part.parameters if parameter.name == name)
 
 
@@ -108,23 +108,24 @@ def test_shards_are_put_together_as_they_were_cut_and_padding_goes(name: str, ax
     whole = torch.randn(SHAPES[name])
     padded = torch.cat([whole, torch.full((2, HIDDEN), torch.nan)]) if "embedding" in name else whole
 
-    merged = parameter.merge(cut(padded, axis, stride, 2))  # type: ignore[attr-defined]
+    merged = parameter.merge(cut(padded, axis, stride, 2))
 
-    assert parameter.ranks == (0, 1)  # type: ignore[attr-defined]
+    assert parameter.ranks == (0, 1)
     assert torch.equal(merged, whole)
 
 
-def test_an_expert_comes_from_the_rank_that_holds_it() -> None:
-    plan = make_plan(parts(), two_stages(), bucket_bytes=1000)
-
-    ranks = [parameter_of(plan, f"decoder.layers.0.experts.linear_fc2.weight{number}").ranks for number in (0, 1)]  # type: ignore[attr-defined]
-    assert ranks == [(0,), (1,)]
-
-
-def test_what_every_rank_of_a_stage_holds_whole_is_not_collected() -> None:
-    parameter = parameter_of(make_plan(parts(), two_stages(), bucket_bytes=1000), "decoder.layers.0.norm.weight")
-
-    assert parameter.ranks == (0,)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("decoder.layers.0.experts.linear_fc2.weight0", (0,)),
+        ("decoder.layers.0.experts.linear_fc2.weight1", (1,)),
+        ("decoder.layers.0.norm.weight", (0,)),
+    ],
+)
+def test_an_expert_comes_from_the_rank_that_holds_it_and_what_every_rank_holds_is_not_collected(
+    name: str, ranks: tuple[int, ...]
+) -> None:
+    assert parameter_of(make_plan(parts(), two_stages(), bucket_bytes=1000), name).ranks == ranks
 
 
 def test_the_plan_does_not_depend_on_the_rank_that_makes_it_and_its_digest_tells_plans_apart() -> None:
@@ -199,7 +200,7 @@ def test_a_data_parallel_replica_with_another_parameter_list_is_named() -> None:
 def test_a_name_that_comes_twice_and_a_model_without_tensors_are_errors() -> None:
     twice = [replace(part, tensors=(TensorSpec(name="w", dtype=torch.float32, shape=(1,)),)) for part in parts()]
 
-    with pytest.raises(PublishError, match="w would be published twice"):
+    with pytest.raises(PublishError, match="w would"):
         make_plan(twice, two_stages(), bucket_bytes=1000)
     with pytest.raises(PublishError, match="no tensor"):
         make_plan([], [], bucket_bytes=1000)
