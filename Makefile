@@ -39,6 +39,9 @@ test-all: check ## for nights: also every layout, every place to be killed at, a
 parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table
 
+docs: ## build the pages of docs/, with search, into site/; needs Python 3.11 or newer and no other set-up
+	@bash tools/build_docs.sh
+
 test-gpu: ## the tests that need NVIDIA GPUs, in the GPU environment; those for more GPUs than are here skip themselves
 	@bash tools/setup_environment.sh gpu
 	$(bin)/pytest tests/gpu -m "gpu or multi_gpu"
@@ -49,5 +52,5 @@ format: setup ## rewrite the sources in the project's format
 
 clean: ## remove the environment and all caches; models and runs stay
 	[ ! -f "$(VENV)/.megatron_a3po" ] || rm -rf "$(VENV)" "$(VENV).log" "$(VENV).lock"
-	rm -rf .uv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .uv .venv-docs site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -72,8 +72,8 @@ def _let_segments_grow() -> None:
 def _store(info: RankInfo, timeout: timedelta) -> dist.Store:
     """torchrun's store, in which restarted ranks do not find the addresses of those that ended before."""
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
-    # With several nodes the counts of the nodes may differ; there torchrun has to be told to make a new store, see the
-    # README.
+    # With several nodes the counts of the nodes may differ; there torchrun has to be told to make a new store:
+    # docs/checkpoints.md, "Launchers".
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     assert isinstance(store, dist.Store)

@@ -104,7 +104,7 @@ _RESERVED_ARGUMENTS = {
     "--port": _ADDRESS_REMEDY,
     "--model": "set `model`",
     "--model-path": "set `model`",
-    "--trust-remote-code": "programs in the folder of a model are never run; use a model of the README's list",
+    "--trust-remote-code": "programs in the folder of a model are never run; docs/layouts.md lists the models",
     "--config": "it may hold any of the arguments that are not to be given; give each one itself",
 }
 """Of SGLang, with what to do instead"""

@@ -33,7 +33,7 @@ def write_report(run_dir: Path) -> Path:
 <h1>{title}</h1>
 <p>{html.escape(_headline(rows, summary))}</p>
 <h2>Learning curve</h2>
-{_picture(rows, _learning_curve)}
+{_picture(rows, _draw_learning_curve)}
 <h2>Staleness, and what the loss did with it</h2>
 {_picture(rows, _staleness)}
 <h2>Seconds of each step by phase</h2>
@@ -47,6 +47,11 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def learning_curve(run_dir: Path) -> str:
+    """Return the learning curve of a run as an SVG file's text."""
+    return _picture(read_metrics(run_dir), _draw_learning_curve)
 
 
 def _picture(rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], Axes], None]) -> str:
@@ -79,7 +84,7 @@ def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[floa
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _learning_curve(rows: list[dict[str, Any]], axes: Axes) -> None:
+def _draw_learning_curve(rows: list[dict[str, Any]], axes: Axes) -> None:
     axes.plot(*_series(rows, "reward_mean"), color="#9bb8d3", label="mean reward of the training batch")
     axes.plot(*_series(rows, "eval_accuracy"), "o-", color="#c0392b", label="held-out sampled accuracy")
     axes.set_ylim(0, 1.02)

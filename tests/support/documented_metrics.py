@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from tests.support.paths import ROOT
+from tests.support.pages import PAGES
 
-_PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-_FIRST_COLUMN = re.findall(r"^\| (`.*?`) \|", _PAGE, re.MULTILINE)
+_FIRST_COLUMN = re.findall(r"^\| (`.*?`) \|", PAGES["docs/metrics.md"], re.MULTILINE)
 DOCUMENTED = [name for cell in _FIRST_COLUMN for name in re.findall(r"`([^`]+)`", cell)]
 """Capital letters stand for what differs from run to run."""
 

@@ -16,20 +16,15 @@ from megatron_a3po.rewards import math_grader as answers
 from megatron_a3po.rewards.scorers import ScorerSpec
 from megatron_a3po.rewards.types import FailureKind, Sample
 from megatron_a3po.rewards.worker_pool import PoolSettings, RewardPool
+from tests.support.pages import blocks, prose
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "data_and_rewards.md").read_text(encoding="utf-8")
-
-
-PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = "docs/data_and_rewards.md"
+PROSE = prose(PAGE)
 
 
 def test_the_settings_are_valid(tmp_path: Path) -> None:
-    mine, of_data, of_evaluation = blocks("yaml")
+    mine, of_data, of_evaluation = blocks(PAGE, "yaml")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "my.yaml").write_text(mine, encoding="utf-8")
     values, mistakes = read_yaml(tmp_path / "my.yaml")
@@ -49,11 +44,11 @@ def test_the_interval_that_it_gives_is_that_of_thirty_prompts_half_of_them_right
 
 
 def test_the_dataset_snippet_runs() -> None:
-    exec(blocks("python")[0], {})
+    exec(blocks(PAGE, "python")[0], {})
 
 
 def test_the_reward_functions_run_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(blocks("python")[1], encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(blocks(PAGE, "python")[1], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     values: dict[str, Any] = {"prompt_id": "p", "prompt": "6 * 7?", "answer": 42, "row": {}}
     group = [
@@ -86,5 +81,5 @@ def test_every_schema_reason_and_key_that_it_names_is_there_and_none_is_missing(
     assert {str(kind) for kind in FailureKind} <= {name.removeprefix("dropped/") for name in names}
     sections = (DataConfig, RewardConfig, EvaluationConfig, EvaluationDataset)
     keys = {key for section in sections for key in section.model_fields}
-    code = [*re.findall(r"`([^`]+)`", PROSE), *blocks("yaml")]
+    code = [*re.findall(r"`([^`]+)`", PROSE), *blocks(PAGE, "yaml")]
     assert keys - {word for text in code for word in re.findall(r"\w+", text)} == set()

@@ -1,6 +1,5 @@
 """What docs/extending.md tells a developer to add works."""
 
-import re
 from dataclasses import replace
 from typing import get_args
 
@@ -15,10 +14,9 @@ from megatron_a3po.preflight import families, variants
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.types import Microbatch
 from tests.support.objective_run import METHODS, VERSION, batch, objective, run
-from tests.support.paths import ROOT
+from tests.support.pages import blocks
 
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SNIPPETS = blocks("docs/extending.md", "python")
 
 
 def test_a_proximal_method_is_a_function_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +53,3 @@ def test_a_dense_model_is_its_name_and_what_the_bridge_ignores(monkeypatch: pyte
     assert list(variants.unbuilt_variants(described.to_dict() | {"sliding_window": 8})) == [
         ("sliding_window", 8, "None")
     ]
-
-
-def test_the_files_that_it_names_are_there() -> None:
-    root = ROOT
-    for path in re.findall(r"\]\(\.\./([^)#]+)\)", PAGE) + re.findall(r"`(tests/[a-z_0-9/]+\.py)`", PAGE):
-        assert (root / path).exists(), path

@@ -4,16 +4,15 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.yaml_files import read_yaml
-from megatron_a3po.preflight.load import known_keys
+from tests.support.pages import PAGES, blocks
 from tests.support.paths import ROOT
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("production", "symptoms")}
-COMMANDS = "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGES["production"], re.MULTILINE | re.DOTALL))
+PRODUCTION = "docs/production.md"
+COMMANDS = "\n".join(blocks(PRODUCTION, "bash"))
 
 
 def texts_of_the_code() -> list[str]:
@@ -29,19 +28,11 @@ def texts_of_the_code() -> list[str]:
 
 
 def test_quoted_messages_are_those_of_the_code() -> None:
-    quoted = re.findall(r"^\| `([^`]+ [^`]+)` \|", PAGES["symptoms"], re.MULTILINE)
+    quoted = re.findall(r"^\| `([^`]+ [^`]+)` \|", PAGES["docs/symptoms.md"], re.MULTILINE)
     texts = texts_of_the_code()
 
     assert len(quoted) > 20
     assert [message for message in quoted if not any(message in text for text in texts)] == []
-
-
-def test_files_that_commands_name_are_in_the_checkout() -> None:
-    named = set(re.findall(r"\b(?:tools|configs|examples|docker)/[\w./-]+\.\w+", COMMANDS))
-    assert len(named) > 7
-    assert [name for name in named if not (ROOT / name).exists()] == []
-    targets = set(re.findall(r"\bmake ([a-z-]+)", COMMANDS))
-    assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
 
 
 def test_every_dataset_and_model_that_recipes_need_is_downloaded() -> None:
@@ -50,7 +41,7 @@ def test_every_dataset_and_model_that_recipes_need_is_downloaded() -> None:
             continue
         values, _ = read_yaml(file)
         config = RunConfig.model_validate(values)
-        assert config.model.name.removesuffix("-megatron") in PAGES["production"]
+        assert config.model.name.removesuffix("-megatron") in PAGES[PRODUCTION]
         for path in [config.data.path, *(dataset.path for dataset in config.evaluation.datasets.values())]:
             assert path is not None
             assert str(path) in COMMANDS or any(
@@ -59,19 +50,10 @@ def test_every_dataset_and_model_that_recipes_need_is_downloaded() -> None:
 
 
 def test_the_configuration_of_the_page_is_one(tmp_path: Path) -> None:
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGES["production"], re.MULTILINE | re.DOTALL)
+    (text,) = blocks(PRODUCTION, "yaml")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "my.yaml").write_text(text)
     values, mistakes = read_yaml(tmp_path / "my.yaml")
     config = RunConfig.model_validate(values)
 
     assert mistakes == [] and config.run_dir == Path(yaml.safe_load(text)["run_dir"])
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_keys_and_links_are_there(page: str) -> None:
-    sections = {key.split(".")[0] for key in known_keys() if "." in key}
-    named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)(?:`|:| )", PAGES[page]))
-    assert named and named <= set(known_keys())
-    for target in re.findall(r"\]\(([^)#]+)", PAGES[page]):
-        assert (ROOT / "docs" / target).exists()

@@ -20,6 +20,7 @@ from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.preflight.load import load_config
 from megatron_a3po.preflight.memory import estimate_memory
+from tests.support.pages import PAGES
 from tests.support.paths import ROOT
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("base", "tiny")))
@@ -243,12 +244,11 @@ def test_the_servers_have_room_for_weights_and_eight_of_the_longest_sequences(re
     assert weights + 8 * sequence <= 0.85 * says.rollout_gigabytes * 1e9
 
 
-def test_the_readme_has_a_row_for_each_recipe_that_says_the_same() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_recipes_page_has_a_row_for_each_recipe_that_says_the_same() -> None:
     rows = re.findall(
-        r"^\| \[([\w.]+)\]\(configs/\1\.yaml\) \| (\d+) x (\d+) GB \| (\d+) x (\d+) GB \| "
+        r"^\| `configs/([\w.]+)\.yaml` \| (\d+) x (\d+) GB \| (\d+) x (\d+) GB \| "
         r"([^;|]+); (\d+) servers x TP(\d+) \| ([\d.]+) GiB \|$",
-        readme,
+        PAGES["docs/recipes.md"],
         re.MULTILINE,
     )
     assert sorted(row[0] for row in rows) == RECIPES
@@ -291,9 +291,11 @@ def test_a_tokenizer_that_cannot_be_read_is_told_by_the_plan(
     assert capsys.readouterr().err.startswith("error: models/Qwen3-8B: its tokenizer cannot be read (")
 
 
-def test_the_readmes_command_prints_the_estimate(readable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_of_the_recipes_page_prints_the_estimate(
+    readable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (readable / "configs").symlink_to(ROOT / "configs")
-    (command,) = re.findall(r"^python -m megatron_a3po (plan .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (command,) = re.findall(r"^python -m megatron_a3po (plan .*)$", PAGES["docs/recipes.md"], re.MULTILINE)
 
     assert main(command.split()) == 0
     (total,) = re.findall(r"^ +total +([\d.]+) GiB$", capsys.readouterr().out, re.MULTILINE)
