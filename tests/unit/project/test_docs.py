@@ -44,7 +44,7 @@ def test_every_file_that_a_page_names_is_in_the_checkout(page: str) -> None:
     assert [name for name in named if not list(ROOT.glob(name))] == []
 
 
-@pytest.mark.parametrize("page", WRITTEN_BY_HAND)
+@pytest.mark.parametrize("page", [page for page in WRITTEN_BY_HAND if page != "CHANGELOG.md"])
 def test_every_key_that_a_page_names_is_one_of_the_configuration(page: str) -> None:
     keys = set(known_keys())
     sections = {key.split(".")[0] for key in keys if "." in key}
