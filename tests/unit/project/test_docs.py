@@ -8,11 +8,14 @@ import pytest
 import yaml
 
 from megatron_a3po import __main__ as command_line
+from megatron_a3po.config import RunConfig
+from megatron_a3po.config.yaml_files import read_yaml
 from megatron_a3po.preflight.load import known_keys
 from tests.support.pages import PAGES, blocks, prose
 from tests.support.paths import ROOT
 
 WRITTEN_BY_HAND = [page for page in PAGES if page not in ("docs/parity.md", "docs/staleness/results.md")]
+PRODUCTION = "docs/production.md"
 NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
@@ -75,3 +78,28 @@ def test_the_readme_is_read_in_one_sitting() -> None:
 def test_a_picture_of_the_quickstart_is_one_that_the_tool_drew() -> None:
     picture = Path(ROOT, "docs", "images", "quickstart.svg").read_text(encoding="utf-8")
     assert "held-out sampled accuracy" in picture and "http-equiv" not in picture
+
+
+def test_production_downloads_every_dataset_and_model_that_recipes_need() -> None:
+    commands = "\n".join(blocks(PRODUCTION, "bash"))
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        if file.stem.startswith(("base", "tiny")):
+            continue
+        values, _ = read_yaml(file)
+        config = RunConfig.model_validate(values)
+        assert config.model.name.removesuffix("-megatron") in PAGES[PRODUCTION]
+        for path in [config.data.path, *(dataset.path for dataset in config.evaluation.datasets.values())]:
+            assert path is not None
+            assert str(path) in commands or any(
+                f"--local-dir {parent}\n" in commands for parent in path.parents if str(parent) not in (".", "data")
+            )
+
+
+def test_the_configuration_of_production_is_one(tmp_path: Path) -> None:
+    (text,) = blocks(PRODUCTION, "yaml")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "my.yaml").write_text(text)
+    values, mistakes = read_yaml(tmp_path / "my.yaml")
+    config = RunConfig.model_validate(values)
+
+    assert mistakes == [] and config.run_dir == Path(yaml.safe_load(text)["run_dir"])

@@ -1,10 +1,34 @@
-"""docs/metrics.md and the code name the same metrics; the names of whole runs are compared under tests/e2e."""
+"""docs/metrics.md and docs/symptoms.md have the code's metrics and messages; tests/e2e compare whole runs' metrics."""
+
+import ast
+import re
 
 from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective
 from megatron_a3po.config import RunConfig
 from megatron_a3po.rollout.evaluator import DatasetResult
 from tests.support.documented_metrics import DOCUMENTED, undocumented
-from tests.unit.project.test_operations_pages import texts_of_the_code
+from tests.support.pages import PAGES
+from tests.support.paths import ROOT
+
+
+def texts_of_the_code() -> list[str]:
+    """String literals, with a gap where a value is put in."""
+    found = []
+    for path in [*(ROOT / "megatron_a3po").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "\0" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    quoted = re.findall(r"^\| `([^`]+ [^`]+)` \|", PAGES["docs/symptoms.md"], re.MULTILINE)
+    texts = texts_of_the_code()
+
+    assert len(quoted) > 20
+    assert [message for message in quoted if not any(message in text for text in texts)] == []
 
 
 def test_what_the_objective_says_with_every_option_is_explained() -> None:
