@@ -13,4 +13,9 @@ if ! cmp -s requirements/docs.lock "$installed"; then
   cp requirements/docs.lock "$installed"
 fi
 "$venv/bin/zensical" build --strict --clean
+# A reader without a network sees the same pages: a link may lead elsewhere, what a page is made of may not.
+if grep -rnoE '<(script|img|iframe)[^>]* src="?https?:[^>]*|<link[^>]* rel="?stylesheet[^>]* href="?https?:[^>]*' --include=*.html site; then
+  echo "error: these pages load something from elsewhere; remedy: keep a copy in docs/, or leave it out" >&2
+  exit 1
+fi
 echo "built site/; to read it: python3 -m http.server --directory site"
