@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from megatron_a3po.config.data_schema import HELD_OUT, Columns, DataConfig
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import RunConfig
-from megatron_a3po.preflight.reward_function import problem_of_function
 
 _TASK_KEYS = ("task_options", "size", "prompt_pattern")
 _DATASET_KEYS = ("split", "columns", "max_bad_share")
@@ -110,10 +109,7 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
     elif _scorer_of(config) in ("math", "math_exact"):
         if config.data.path is not None or config.evaluation.datasets:
             yield from _answers(config, scorer)
-    elif _FUNCTION.fullmatch(scorer):
-        if (found := problem_of_function(scorer)) is not None:
-            yield Mistake("reward.scorer", scorer, *found)
-    elif scorer not in _SCORERS:
+    elif scorer not in _SCORERS and not _FUNCTION.fullmatch(scorer):
         near = difflib.get_close_matches(scorer, _SCORERS, n=1)
         remedy = f"did you mean `{near[0]}`?" if near else f"use {', '.join(_SCORERS)}, module:function or http://..."
         yield Mistake("reward.scorer", scorer, "unknown", remedy)

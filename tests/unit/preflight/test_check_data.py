@@ -1,7 +1,5 @@
 """Mistakes in the options of prompts and rewards: found before anything starts, with key, value and remedy."""
 
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 
 from megatron_a3po.config import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.preflight.check_data import data_mistakes
-from megatron_a3po.rollout.building import pool_settings, shaping
 
 
 @pytest.fixture
@@ -32,7 +29,6 @@ def config(data: dict[str, Any], reward: dict[str, Any], **evaluation: Any) -> R
     return RunConfig(model=Path("m"), run_dir=Path("r"), num_steps=1, rollout=rollout, **sections)
 
 
-FUNCTIONS = "tests.support.reward_functions"
 TASK = {"task": "spell_backward"}
 FILE: dict[str, Any] = {"path": Path("train.jsonl")}
 
@@ -73,14 +69,6 @@ def test_these_are_right(folder: Path, data: dict[str, Any], reward: dict[str, A
         (FILE, {"scorer": "task"}, "reward.scorer = 'task': only prompts of `data.task` have a scorer of their own"),
         (FILE, {"scorer": "mth"}, "reward.scorer = 'mth': unknown; did you mean `math`?"),
         (FILE, {"scorer": "llm judge"}, "reward.scorer = 'llm judge': unknown; use auto, task, math, math_exact, mod"),
-        (FILE, {"scorer": "no_such_package:f"}, "there is no module 'no_such_package'; start the run in the folder"),
-        (FILE, {"scorer": "tests.no_such_module:f"}, "there is no module 'tests.no_such_module'; start the run in the"),
-        (
-            FILE,
-            {"scorer": f"{FUNCTIONS}:lenght"},
-            "reward_functions.py has no 'lenght'; name one of its functions: len",
-        ),
-        (FILE, {"scorer": f"{FUNCTIONS}:blocks"}, "has no 'blocks'; name one"),
         (FILE, {"scorer": "http:///score"}, "reward.scorer = 'http:///score': not a URL; write http://host:port"),
         (FILE, {"format_pattern": "(", "format_penalty": 1}, "reward.format_pattern = '(': not a regular expression"),
         (FILE, {"format_pattern": "x"}, "reward.format_pattern = 'x': costs nothing; set `reward.format_penalty`"),
@@ -92,57 +80,6 @@ def test_a_mistake_is_named_with_its_remedy(
 ) -> None:
     (mistake,) = found(data, reward)
     assert message in mistake
-
-
-def test_a_reward_function_in_the_folder_where_the_run_starts_is_found(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.path", [str(folder / "tools"), *filter(None, sys.path)])  # as `python tools/...` has it
-    (folder / "my_rewards_of_here.py").write_text("def f(sample):\n    return 0.0\n")
-    assert found(FILE, {"scorer": "my_rewards_of_here:f"}) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "async def f(sample): ...",
-        "class f: ...",
-        "f = print",
-        "try:\n    from fast import f\nexcept ImportError:\n    def f(sample): ...",
-        "import numpy as f",
-        "from there import *",
-        "def __getattr__(name): ...",
-        "for f in (print,): ...",
-    ],
-)
-def test_whatever_may_define_a_reward_function_is_accepted(folder: Path, source: str) -> None:
-    (folder / "rewards_of_here.py").write_text(source)
-    assert found(FILE, {"scorer": "rewards_of_here:f"}) == []
-
-
-@pytest.mark.parametrize("name", ["spaces.of.rewards", "package.inner", "package", "zipped"])
-def test_reward_functions_are_found_in_whatever_can_be_imported(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = "def f(sample):\n    return 0.0\n"
-    for path in ("spaces/of/rewards.py", "package/inner.py"):
-        (folder / path).parent.mkdir(parents=True)
-        (folder / path).write_text(source)
-    (folder / "package" / "__init__.py").write_text("from .inner import g as f\n")
-    with zipfile.ZipFile(folder / "more.zip", "w") as archive:
-        archive.writestr("zipped.py", source)
-    monkeypatch.setattr("sys.path", [*sys.path, str(folder / "more.zip")])
-
-    assert found(FILE, {"scorer": f"{name}:f"}) == []
-    assert found(FILE, {"scorer": "package:inner.g"}) == []
-    (mistake,) = found(FILE, {"scorer": f"{name}:lost"})
-    assert "has no 'lost'" in mistake
-
-
-def test_a_module_of_rewards_that_is_no_python_is_named_with_its_line(folder: Path) -> None:
-    (folder / "rewards_of_here.py").write_text("def f(sample):\nreturn 1.0\n")
-    (mistake,) = found(FILE, {"scorer": "rewards_of_here:f"})
-    assert "rewards_of_here.py cannot be read: expected an indented block" in mistake and "line 2" in mistake
 
 
 def test_evaluation_datasets_that_are_right(folder: Path) -> None:
@@ -189,21 +126,3 @@ def test_mistakes_of_evaluations_are_named_with_their_remedy(
 ) -> None:
     (mistake,) = found(data, **evaluation)
     assert message in mistake
-
-
-def test_a_run_of_a_task_is_rewarded_by_the_task_and_one_of_a_dataset_by_mathematics(folder: Path) -> None:
-    of_task = pool_settings(config(TASK | {"task_options": {"min_word_len": 6}}, {})).spec
-    assert of_task.scorer == "task" and of_task.task is not None
-    assert (of_task.task.name, of_task.task.options) == ("spell_backward", {"min_word_len": 6})
-    assert pool_settings(config(FILE, {})).spec.scorer == "math"
-    assert pool_settings(config(TASK, {"scorer": "math"})).spec.scorer == "math"
-
-
-def test_the_penalties_and_limits_are_those_of_the_configuration(folder: Path) -> None:
-    reward = {"format_pattern": "x", "format_penalty": 0.5, "length_penalty": 0.25, "timeout_seconds": 7}
-    made = config(TASK, reward | {"max_workers": 3, "worker_memory_bytes": None})
-
-    assert (shaping(made).format_penalty, shaping(made).length_penalty, shaping(made).max_new_tokens) == (0.5, 0.25, 50)
-    settings = pool_settings(made)
-    assert (settings.timeout_seconds, settings.max_workers, settings.memory_bytes) == (7, 3, None)
-    assert settings.spec.format_pattern == "x" and settings.log_file == Path("r/logs/rewards.log")
