@@ -1,4 +1,4 @@
-"""What a response is worth, computed in processes of their own: a reward function may hang, fork, eat memory or die.
+"""Score responses in other processes, because a reward function may hang, fork, use up the memory or die.
 
-The trainer's process uses `pool` and `shaping`. Workers import the rest, and no torch.
+The trainer imports `worker_pool`, which starts workers. A worker is `worker` as a program; it imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Grades of answers to mathematical questions."""
+"""Grade answers to mathematical questions."""
 
 import logging
 import re
@@ -9,12 +9,12 @@ from megatron_a3po.rewards.types import Sample, Score
 
 RIGHT, WRONG, NO_ANSWER, TOO_LONG, UNDECIDED = "right", "wrong", "no_answer", "too_long", "undecided"
 _MAX_ANSWER_CHARACTERS = 500
-"""Longer ones do not answer a question, but try to match whatever it may be."""
+"""A longer answer tries to match whatever the right one is."""
 _MAX_STRIPPED_CHARACTERS = 10_000
-"""What is longer is no answer whatever stands around it."""
+"""A longer text is not an answer, whatever delimiters stand around it."""
 _DECIDE_SECONDS = 5
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
-# Nothing is tried twice (`*+`), so that the time is in proportion to the text's length.
+# Possessive (`*+`), without backtracking, so that the time is linear in the text's length.
 _ANSWER_WORD = re.compile(r"(?:\banswer\b|####)(?P<marks>(?:\*++(?=[\s:=]|\Z)|\s{1,4}is\b|[\s:=])*+)", re.IGNORECASE)
 _END_OF_SENTENCE = re.compile(r"[.;!]\s")
 _END_OF_BOLD = re.compile(r"\*\*([.\s]*)\Z")
@@ -29,36 +29,36 @@ _COUNTED = re.compile(
     rf"(?:(?:square|cubic)\s+)?{_WORD}(?:\s+per\s+{_WORD})?",
     re.IGNORECASE,
 )
-"""A number and one word for what it counts, which is no factor and no power. A shorter word may be a product of
-variables; math-verify knows short units itself."""
+"""A number and one word for what it counts, which is neither a factor nor a power. A shorter word may be a product of
+variables; math-verify knows short units."""
 _DELIMITER = re.compile(r"\\?\$|\\[()]")
 _MAX_BOXES = 5
-"""Of a response with thousands of boxes that nobody closed, so many are looked at, from the end."""
+"""How many boxes are read, from the end: a response may have thousands that are not closed."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 
 
 def grade_by_math(sample: Sample) -> Score:
-    """1 when the response's answer is mathematically that of the dataset, by math-verify.
+    """Return 1 if math-verify finds the response's answer equal to the dataset's.
 
-    Units are not compared, nor what a number counts ("18 eggs"), a percentage is right as a number and as a fraction,
-    and a decimal number must have six right digits. An answer that math-verify cannot decide on within 5 s is not
-    right.
+    Units and what a number counts ("18 eggs") are not compared. A percentage is right as a number and as a fraction. A
+    decimal number needs six right digits. An answer that math-verify cannot decide within 5 s is not right.
     """
     return _grade(sample, _is_equivalent)
 
 
 def grade_by_text(sample: Sample) -> Score:
-    """As above, but character for character, except for spaces and `\\text{}` around it."""
+    """Return 1 if the answers are equal character for character, apart from spaces and `\\text{}` around them."""
     return _grade(sample, lambda right, given: False)
 
 
 def find_answer(response: str, prompt: str = "") -> str | None:
-    """What a response gives as its answer, without delimiters of mathematics; None where it gives none.
+    """Return a response's answer without mathematical delimiters, or None if it gives none.
 
-    The last box; else what stands behind the last "answer" or "####", in the same line or, behind a colon or the like,
-    in the next one that is not empty; else the whole response, if it is one line. Thoughts up to `</think>` do not
-    count, and without it nothing does where the response or the end of the prompt has opened them.
+    The answer is the last box. Without a box it is what follows the last "answer" or "####", on the same line or, after
+    a colon or the like, on the next line that is not empty. Otherwise it is the whole response, if that is one line.
+    Thoughts up to `</think>` do not count. If thoughts were opened, by the response or the end of the prompt, and never
+    closed, there is no answer.
     """
     _, end, response = response.rpartition(_END_OF_THOUGHT)
     if not end and (_THOUGHT in response or prompt.rstrip().endswith(_THOUGHT)):
@@ -74,7 +74,7 @@ def find_answer(response: str, prompt: str = "") -> str | None:
 
 
 def _is_mention(match: re.Match[str]) -> bool:
-    """Whether the word is the last of its line, and says of no next one that it is the answer."""
+    """Check that the word ends its line and does not announce the answer on the next one."""
     text, marks = match.string, match["marks"]
     if marks.strip() or ("\n" not in marks and match.end() < len(text)):
         return False
@@ -83,7 +83,7 @@ def _is_mention(match: re.Match[str]) -> bool:
 
 
 def _in_text(text: str) -> str | None:
-    """The answer that `text` begins with."""
+    """Return the answer that `text` begins with."""
     line, _, rest = text.partition("\n")
     if closing := _DISPLAYS.get(line.strip()):
         line = rest.partition(closing)[0]
@@ -114,7 +114,7 @@ def _grade(sample: Sample, is_equivalent: Callable[[str, str], bool | None]) -> 
 
 
 def _is_equivalent(right: str, given: str) -> bool | None:
-    """None where math-verify gives up."""
+    """Compare by math-verify; None if it gives up."""
     counted = _COUNTED.fullmatch(_DELIMITER.sub("", given))
     if counted and not any(character.isalpha() for character in right):
         given = counted[1]
@@ -126,9 +126,9 @@ def _is_equivalent(right: str, given: str) -> bool | None:
     try:
         expected = _parse(right)
         if not expected:
-            # As a wrong response it would be a silent 0 for all of them.
+            # Counted as a wrong response, this would silently give 0 to every response.
             raise ValueError(
-                f"math-verify cannot read the dataset's answer {right!r:.100}; use math_exact for such ones"
+                f"math-verify cannot read the dataset's answer {right!r:.100}; use reward.scorer = math_exact"
             )
         try:
             return bool(verify(expected, _parse(given), timeout_seconds=_DECIDE_SECONDS, raise_on_error=True))
@@ -143,7 +143,7 @@ def _is_equivalent(right: str, given: str) -> bool | None:
 def _parse(answer: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # As one expression: left to itself, math-verify looks for anything in a text that could be the answer.
+    # As one expression, because math-verify otherwise searches a text for anything that could be the answer.
     return list(
         parse(
             f"${answer.replace(r'\$', '').replace('$', '')}$",
@@ -157,7 +157,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _up_to_brace(text: str, start: int) -> str | None:
-    """What stands in the braces that were opened before `start`; None where they are not closed."""
+    """Return what stands in the braces that were opened before `start`; None if they are not closed."""
     depth = 1
     for position in range(start, len(text)):
         character = text[position]

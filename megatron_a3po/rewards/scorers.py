@@ -1,4 +1,4 @@
-"""From the name of a scorer to the function that rewards the responses of a group."""
+"""Turn the name of a scorer into the function that scores the responses of a group."""
 
 import asyncio
 import importlib
@@ -15,13 +15,13 @@ from megatron_a3po.rewards.types import InvalidReward, Sample, Score, to_score
 
 Scorer = Callable[[Sequence[Sample]], list[Score]]
 KEY_VARIABLE = "A3PO_REWARD_KEY"
-"""What a scoring server wants to see, if it asks: never on a command line, in a file of the run or in a log"""
+"""Environment variable with the key for a scoring server; the key is in no command line, run file or log"""
 _HTTP_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec:
-    """A reasoning-gym task, whose entries know how to score an answer."""
+    """A reasoning-gym task, which has a scorer of its own."""
 
     name: str
     options: dict[str, Any]
@@ -29,7 +29,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScorerSpec:
-    """What a worker makes its scorer from."""
+    """Which scorer a worker makes."""
 
     scorer: str
     """task, math, math_exact, http://... or package.module:function"""
@@ -37,12 +37,21 @@ class ScorerSpec:
     format_pattern: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStart:
+    """The first request to a worker. All others are lists of groups, each a list of samples."""
+
+    spec: ScorerSpec
+    memory_bytes: int | None
+    python_path: list[str]
+
+
 def make_scorer(spec: ScorerSpec) -> Scorer:
-    """The one place where the name of a scorer is resolved. Raises RewardError."""
+    """Resolve the name of a scorer; no other place does. Raises RewardError."""
     if spec.scorer == "task":
         if spec.task is None:
             raise RewardError(
-                "reward.scorer = 'task': only prompts of `data.task` have a scorer of their own; use math"
+                "reward.scorer = 'task': only prompts of `data.task` have a scorer of their own; use `math`"
             )
         return _per_sample(_of_task(spec.task))
     if spec.scorer == "math":
@@ -56,10 +65,10 @@ def make_scorer(spec: ScorerSpec) -> Scorer:
 
 
 def task_scorer(task: TaskSpec) -> Callable[[str, Mapping[str, Any]], float]:
-    """From a response and the task's entry to 1, for what the task's own scorer gives exactly 1.0, or 0.
+    """Return a function of a response and the task's entry: 1 if the task's own scorer gives exactly 1.0, else 0.
 
-    The task's scorer gives partial credit, which does not teach, and adds it up in floats, where six sixths make
-    0.9999999999999999 for a wrong answer: so only exactly 1.0, as a Python float, is right.
+    Partial credit does not teach. The task's scorer adds it up in floats, where six sixths make 0.9999999999999999 for
+    a wrong answer, so only exactly 1.0, as a Python float, is right.
     """
     from reasoning_gym.factory import create_dataset
 
@@ -79,24 +88,30 @@ def _of_task(task: TaskSpec) -> Callable[[Sample], Score]:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names. Raises RewardError."""
+    """Import the function that `package.module:function` names. Raises RewardError."""
     module_name, _, attribute = name.partition(":")
     try:
-        found = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward.scorer = {name!r} cannot be imported: {type(error).__name__}: {error}; the module must be in the "
             "folder where the run is started, on PYTHONPATH, or installed"
         ) from error
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        there = [key for key, value in getattr(found, "__dict__", {}).items() if inspect.isroutine(value)]
+        raise RewardError(
+            f"reward.scorer = {name!r}: {error}; name a function that is there ({', '.join(there) or 'there is none'})"
+        ) from error
     if not callable(found):
-        raise RewardError(f"reward.scorer = {name!r} is {type(found).__name__}, not a function")
+        raise RewardError(f"reward.scorer = {name!r} is {type(found).__name__}, not a function; name a function")
     return found
 
 
 def _from_function(function: Callable[..., Any], name: str, runner: asyncio.Runner) -> Scorer:
-    """`def f(sample)` rewards one response, `def f(samples)` a group; either may be `async`."""
+    """Wrap `def f(sample)`, which scores one response, or `def f(samples)`, which scores a group. Both may be async."""
     required = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -132,21 +147,24 @@ def _group_scores(results: Any, samples: Sequence[Sample]) -> list[Score]:
     try:
         scores = list(results)
     except TypeError:
-        raise InvalidReward(f"{results!r:.200} is no list of rewards") from None
+        raise InvalidReward(f"{results!r:.200} is not a list of rewards") from None
     if len(scores) != len(samples):
         raise InvalidReward(f"{len(scores)} rewards for {len(samples)} responses")
     return [to_score(score) for score in scores]
 
 
 def _http_scorer(url: str) -> Callable[[Sequence[Sample]], Any]:
-    """POSTs `{"samples": [...]}`, a group at a time, and takes `{"scores": [number or {"score", "reason"}, ...]}`."""
+    """Return a function that POSTs `{"samples": [...]}` for a group.
+
+    The answer is `{"scores": [number or {"score", "reason"}, ...]}`.
+    """
     import aiohttp
 
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE):
         headers["Authorization"] = f"Bearer {key}"
 
-    async def ask(session: aiohttp.ClientSession, body: str) -> str:
+    async def post(session: aiohttp.ClientSession, body: str) -> str:
         async with session.post(url, data=body, headers=headers) as response:
             text = await response.text()
             if response.status >= 500:
@@ -157,11 +175,11 @@ def _http_scorer(url: str) -> Callable[[Sequence[Sample]], Any]:
 
     async def score(samples: Sequence[Sample]) -> list[Any]:
         body = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str)
-        # No limit in time: the worker's own deadline holds for all attempts together.
+        # Without a timeout: the worker's deadline holds for all attempts together.
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
             for attempt in range(1, _HTTP_ATTEMPTS + 1):
                 try:
-                    return _parse_http(await ask(session, body), url)
+                    return _parse_http(await post(session, body), url)
                 except aiohttp.ClientError as error:
                     if attempt == _HTTP_ATTEMPTS:
                         raise RuntimeError(f"{url}: {error}") from error

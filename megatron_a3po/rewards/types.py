@@ -1,4 +1,4 @@
-"""What a reward is computed from, and what may come of it."""
+"""What a reward is computed from, and what a reward function may return."""
 
 import math
 import re
@@ -12,14 +12,14 @@ REASON = re.compile(r"[a-z0-9_]{1,40}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One response, as a reward function is given it."""
+    """One response, as a reward function receives it."""
 
     prompt_id: str
     prompt: str
     """The question, without system prompt and chat template"""
     response: str
     answer: Any
-    """What the dataset says is right; None where it has no such column"""
+    """The right answer according to the dataset; None where the dataset has no such column"""
     row: dict[str, Any]
     """The other columns that `data.columns` names, or the whole entry of a reasoning-gym task"""
     num_tokens: int
@@ -34,45 +34,45 @@ class Score:
 
     value: float
     reason: str = ""
-    """Why, in one word; shares of each are metrics (`reward_reason/...`)"""
+    """Why, in one word; the share of each reason is a metric (`reward_reason/...`)"""
     has_format: bool = True
     """Whether the response matches `reward.format_pattern`"""
 
 
 class FailureKind(StrEnum):
-    """Why there is no reward; a reason of the ledger."""
+    """Why a group has no reward; one of the ledger's reasons."""
 
     TIMEOUT = "reward_timeout"
     ERROR = "reward_error"
     """The function raised."""
     MEMORY = "reward_memory"
-    """It needed more than `reward.worker_memory_bytes`."""
+    """The function needed more than `reward.worker_memory_bytes`."""
     DIED = "reward_worker_died"
     INVALID = "reward_invalid"
-    """It returned what is no reward."""
+    """The function returned something that is not a reward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardFailure:
-    """A group without rewards: neither right nor wrong."""
+    """The outcome of a group that could not be scored. Its responses are neither right nor wrong."""
 
     kind: FailureKind
     message: str
 
 
 class InvalidReward(ValueError):
-    """A reward function returned what is no finite number."""
+    """A reward function returned something that is not a reward."""
 
 
 def to_score(result: Any) -> Score:
-    """A number, or a number and a reason, as a reward function returned it. Raises InvalidReward."""
+    """Convert what a reward function returned: a number, or a tuple of a number and a reason. Raises InvalidReward."""
     value, reason = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidReward(f"{result!r:.200} is no reward; return a finite number, or a tuple of it and a reason")
+        raise InvalidReward(f"{result!r:.200} is not a reward; return a finite number, or a tuple of it and a reason")
     if not isinstance(reason, str) or (reason and not REASON.fullmatch(reason)):
-        raise InvalidReward(f"{reason!r:.200} is no reason; use up to 40 letters a-z, digits and underscores")
+        raise InvalidReward(f"{reason!r:.200} is not a reason; use up to 40 letters a-z, digits and underscores")
     return Score(value=number, reason=reason)

@@ -1,8 +1,12 @@
-"""One reward worker, as a program: `python -m megatron_a3po.rewards.worker`. `rewards.pool` starts it.
+"""One reward worker, the program `python -m megatron_a3po.rewards.worker`, and the messages that it exchanges.
 
-It is two processes. The scorer runs the reward function. The keeper does nothing but wait, so that no reward function
-can keep it from its duty: when the scorer ends, or the trainer ends or asks for it by END_SIGNAL, it kills the scorer
-and everything that the reward function has ever started, also what has left its parent and its session.
+A worker is two processes. The scorer runs the reward function. The watchdog only waits, so that no reward function can
+stop it. When the scorer ends, when the trainer ends, or on END_SIGNAL, the watchdog kills the scorer and every process
+that the reward function has started, including those that left their parent and their session.
+
+The trainer's requests are pickled: JSON turns tuples into lists, and then reasoning-gym's arc_agi and rearc grade right
+answers as wrong. A worker is the trainer's child and can trust it. Answers are JSON, so that the trainer executes
+nothing that a reward function has put there.
 """
 
 import ctypes
@@ -11,6 +15,7 @@ import pickle
 import re
 import resource
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,52 +23,89 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from io import BufferedReader
-from typing import NoReturn
+from typing import Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict
 
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rewards.scorers import Scorer, make_scorer
-from megatron_a3po.rewards.types import FailureKind, InvalidReward, Sample, Score
-from megatron_a3po.rewards.wire import HEADER_BYTES, Answer, Ready, WorkerStart, frame, length_of
+from megatron_a3po.rewards.scorers import Scorer, WorkerStart, make_scorer
+from megatron_a3po.rewards.types import FailureKind, InvalidReward, RewardFailure, Sample, Score
 from megatron_a3po.runtime.processes import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALLED = 128
-"""A keeper whose scorer was killed by signal n ends with exit code 128 + n, as a shell does."""
+"""A watchdog whose scorer was killed by signal n ends with exit code 128 + n, as a shell does."""
 END_SIGNAL = signal.SIGRTMIN
-"""To the keeper. Nobody but the trainer, and Linux when the trainer has ended, sends it."""
+"""Ends a watchdog. The trainer sends it; Linux sends it when the trainer has ended."""
 PREEMPTION_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""Slurm sends them to every process of a step. The ranks finish their step and save, and need rewards meanwhile."""
-_KEEPER_SIGNALS = (END_SIGNAL, signal.SIGCHLD)
+"""Slurm sends them to every process of a step. The ranks then finish their step and save, and still need rewards."""
+_WATCHDOG_SIGNALS = (END_SIGNAL, signal.SIGCHLD)
 _MAX_MESSAGE_CHARACTERS = 500
+_HEADER = struct.Struct("!Q")
+HEADER_BYTES = _HEADER.size
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+
+
+class Ready(BaseModel):
+    """The first answer of a worker: None, or why it cannot score."""
+
+    model_config = ConfigDict(extra="forbid")
+    error: str | None
+
+
+class Answer(BaseModel):
+    """The answer for one group: scores or a failure. An answer that `ends` is the worker's last."""
+
+    model_config = ConfigDict(extra="forbid")
+    scores: list[tuple[float, str, bool]] | None = None
+    failure: tuple[FailureKind, str] | None = None
+    ends: Literal[True] | None = None
+
+    def outcome(self) -> list[Score] | RewardFailure:
+        """Return the scores of the group's responses, or why there are none."""
+        if self.failure is not None:
+            return RewardFailure(kind=self.failure[0], message=self.failure[1])
+        return [Score(value=value, reason=reason, has_format=ok) for value, reason, ok in self.scores or []]
+
+
+def frame(content: bytes) -> bytes:
+    """Put the length of `content` before it."""
+    return _HEADER.pack(len(content)) + content
+
+
+def length_of(header: bytes) -> int:
+    """Return the length in bytes of what follows `header`."""
+    return int(_HEADER.unpack(header)[0])
 
 
 def main() -> NoReturn:
+    """Run a worker on the pipes that are its standard input and output."""
     for number in PREEMPTION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)  # the pool has blocked them up to here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)  # the trainer has blocked them up to here
     requests, answers = os.dup(0), os.dup(1)
-    # What a reward function reads is empty, and what it prints goes to the log.
+    # A reward function reads an empty standard input, and what it prints goes to the log.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # The keeper takes its signals by `sigwait`: a handler, which Python runs between two instructions, would not run if
-    # the signal came just before a system call that waits. Before the fork, so that none is lost.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
+    # The watchdog receives its signals by `sigwait`. Python runs a handler between two instructions, so a handler would
+    # not run if the signal came just before a system call that waits. Blocked before the fork, so that none is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHDOG_SIGNALS)
     scorer = os.fork()
     if scorer == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEEPER_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHDOG_SIGNALS)
         _let_children_be_terminated()
         die_with_parent(signal.SIGKILL)
         _score_for_ever(os.fdopen(requests, "rb"), answers)
     os.close(requests)
     os.close(answers)
     die_with_parent(END_SIGNAL)
-    _keep(scorer)
+    _watch(scorer)
 
 
 def _let_children_be_terminated() -> None:
-    """An ignored SIGTERM would be ignored by whatever a reward function starts, too: it could not end it."""
+    """Handle SIGTERM instead of ignoring it: processes that a reward function starts would inherit that."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.siginterrupt(signal.SIGTERM, False)
 
@@ -74,14 +116,14 @@ def _let_children_be_terminated() -> None:
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    # Blocked meanwhile, so that a fork is not deaf to a signal that comes before it has the default again.
+    # Blocked during a fork, so that the child loses no signal that comes before it has the default handler again.
     block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
 
 
-def _keep(scorer: int) -> NoReturn:
+def _watch(scorer: int) -> NoReturn:
     code = 1
-    while signal.sigwait(_KEEPER_SIGNALS) == signal.SIGCHLD:
+    while signal.sigwait(_WATCHDOG_SIGNALS) == signal.SIGCHLD:
         ended, status = _reap(scorer)
         if ended:
             code = os.waitstatus_to_exitcode(status)
@@ -94,8 +136,10 @@ def _keep(scorer: int) -> NoReturn:
 
 
 def _reap(scorer: int) -> tuple[bool, int]:
-    """Whether the scorer is among the children that have ended, and its status. Others are orphans of a reward
-    function."""
+    """Wait for the children that have ended; return whether the scorer is among them, and its status.
+
+    The other children are orphans of a reward function.
+    """
     pid = -1
     while pid not in (0, scorer):
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -103,10 +147,10 @@ def _reap(scorer: int) -> tuple[bool, int]:
 
 
 def _kill_descendants() -> None:
-    """Orphans come to this process, so that in the end all of them are its children."""
+    """Kill every descendant. Orphans become children of this process, so in the end all descendants are children."""
     with suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-        import psutil  # takes a while, and most often there is nobody left
+        import psutil  # takes a while, and most often there is no descendant left
 
         while True:
             for process in psutil.Process().children(recursive=True):
@@ -116,11 +160,11 @@ def _kill_descendants() -> None:
 
 
 def _score_for_ever(requests: BufferedReader, answers: int) -> NoReturn:
-    """Answer one request after the other until the trainer closes the pipe."""
+    """Answer requests until the trainer closes the pipe."""
     own = os.getpid()
 
     def send(answer: Ready | Answer) -> None:
-        if os.getpid() != own:  # a reward function has forked, and its child has come back here
+        if os.getpid() != own:  # a reward function has forked, and its child has returned to this code
             os._exit(0)
         content = frame(answer.model_dump_json().encode())
         while content:
@@ -130,7 +174,7 @@ def _score_for_ever(requests: BufferedReader, answers: int) -> NoReturn:
     try:
         scorer = _start(requests, send)
         while scorer is not None and (content := _read(requests)) is not None:
-            for group in pickle.loads(content):  # from the trainer's own pipe, see wire.py
+            for group in pickle.loads(content):  # from the trainer
                 send(answer := _score(scorer, group))
                 if answer.ends:
                     os._exit(1)
@@ -154,7 +198,10 @@ def _start(requests: BufferedReader, send: Callable[[Ready | Answer], None]) -> 
         scorer = make_scorer(start.spec)
     except BaseException as error:
         traceback.print_exc()
-        send(Ready(error=str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"))
+        unexpected = (
+            f"reward.scorer = {start.spec.scorer!r}: {_message(error)}; correct the scorer, see the rewards' log"
+        )
+        send(Ready(error=str(error) if isinstance(error, RewardError) else unexpected))
         return None
     send(Ready(error=None))
     return _with_format(scorer, start.spec.format_pattern)
@@ -164,7 +211,7 @@ def _score(scorer: Scorer, group: Sequence[Sample]) -> Answer:
     try:
         return Answer(scores=[(score.value, score.reason, score.has_format) for score in scorer(group)])
     except MemoryError as error:
-        # Whatever the function keeps is still there, and nobody knows in which state.
+        # What the function keeps is still in memory, in an unknown state.
         return Answer(failure=(FailureKind.MEMORY, _message(error)), ends=True)
     except InvalidReward as error:
         return Answer(failure=(FailureKind.INVALID, str(error)))
@@ -178,7 +225,7 @@ def _message(error: BaseException) -> str:
 
 
 def _with_format(scorer: Scorer, pattern: str | None) -> Scorer:
-    # Here and not in the trainer: a pattern can take for ever on a long text.
+    # In the worker, because matching a pattern can take very long.
     if pattern is None:
         return scorer
     compiled = re.compile(pattern, re.DOTALL)

@@ -1,4 +1,4 @@
-"""The trainer's side of the reward workers: a few processes, each with one request at a time and a deadline."""
+"""The trainer's side of the reward workers: processes that score one request at a time, each with a deadline."""
 
 import asyncio
 import os
@@ -15,41 +15,48 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.errors import RewardError
-from megatron_a3po.rewards.scorers import ScorerSpec
+from megatron_a3po.rewards.scorers import ScorerSpec, WorkerStart
 from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
-from megatron_a3po.rewards.wire import (
+from megatron_a3po.rewards.worker import (
+    END_SIGNAL,
     HEADER_BYTES,
     MAX_ANSWER_BYTES,
+    PREEMPTION_SIGNALS,
     Answer,
     Ready,
-    WorkerStart,
     frame,
     length_of,
 )
-from megatron_a3po.rewards.worker import END_SIGNAL, PREEMPTION_SIGNALS
 from megatron_a3po.runtime.logging import logger
 
 Outcome = list[Score] | RewardFailure
 START_SECONDS = 120.0
-"""A reward function's imports may take so long."""
+"""How long the imports of a reward function may take."""
 _END_SECONDS = 10.0
-_GROW_SECONDS = 1.0
-"""A request that has waited so long is reason to start another worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSettings:
+class WorkerSettings:
+    """How many workers there may be, and what each may do."""
+
     spec: ScorerSpec
     max_workers: int
     timeout_seconds: float
+    """For one group"""
     memory_bytes: int | None
+    """Address space of a worker; None: unlimited"""
     log_file: Path
+    grow_seconds: float = 1.0
+    """Another worker starts when a request has waited this long."""
 
 
-class RewardPool:
-    """Lives in one event loop. One worker is there from the start; more come, up to the limit, while requests wait."""
+class RewardWorkers:
+    """Score groups in worker processes. Starts with one worker; more start, up to the limit, while requests wait.
 
-    def __init__(self, settings: PoolSettings) -> None:
+    All methods run in one event loop.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._idle: asyncio.LifoQueue[_Worker | RewardError] = asyncio.LifoQueue()
         self._workers: set[_Worker] = set()
@@ -57,20 +64,23 @@ class RewardPool:
         self._is_closed = False
 
     def start(self) -> None:
-        """Without waiting for it: `ready` does."""
+        """Start the first worker, without waiting for it."""
         self._start_worker()
 
     async def ready(self) -> None:
-        """Raises RewardError where no worker can score."""
+        """Wait until a worker can score. Raises RewardError if none can."""
         self._release(await self._take())
 
     async def raise_if_failed(self) -> None:
-        """As `ready`, without waiting for a worker that still starts."""
+        """Raise RewardError if no worker could start. Returns at once, also while a worker still starts."""
         if not self._idle.empty():
             await self.ready()
 
     async def score(self, groups: Sequence[Sequence[Sample]]) -> list[Outcome]:
-        """Scores of each group, or why it has none; a failure of one group does not concern the others."""
+        """Return the scores of each group, or why it has none. A failure concerns its own group only.
+
+        Raises RewardError if no worker can start.
+        """
         outcomes: list[Outcome] = []
         while len(outcomes) < len(groups):
             worker = await self._take()
@@ -84,7 +94,7 @@ class RewardPool:
         return outcomes
 
     async def close(self) -> None:
-        """End all workers and everything that they have started."""
+        """End all workers and every process that they have started."""
         self._is_closed = True
         for task in self._starts:
             task.cancel()
@@ -94,26 +104,26 @@ class RewardPool:
     async def _take(self) -> "_Worker":
         while True:
             try:
-                async with asyncio.timeout(_GROW_SECONDS):
+                async with asyncio.timeout(self._settings.grow_seconds):
                     found = await self._idle.get()
             except TimeoutError:
                 if not self._starts and len(self._workers) < self._settings.max_workers:
-                    logger.info("responses wait for their rewards: worker %d starts", len(self._workers) + 1)
+                    logger.info("responses wait for their rewards: reward worker %d starts", len(self._workers) + 1)
                     self._start_worker()
                 continue
             if not isinstance(found, _Worker):
-                self._idle.put_nowait(found)  # for all others that wait
+                self._idle.put_nowait(found)  # for every other request that waits
                 raise found
             if not found.has_ended:
                 return found
-            logger.warning("an idle reward worker has ended; another one starts, see %s", self._settings.log_file)
+            logger.warning("an idle reward worker has ended and is replaced; see %s", self._settings.log_file)
             self._discard(found)
 
     def _release(self, worker: "_Worker") -> None:
         self._idle.put_nowait(worker)
 
     def _discard(self, worker: "_Worker") -> None:
-        """End the worker, and start another one in its place."""
+        """Replace the worker by a new one."""
         if not self._is_closed:
             self._start_worker(instead_of=worker)
 
@@ -139,12 +149,16 @@ class RewardPool:
             if worker is not None:
                 await worker.end()
                 self._workers.discard(worker)
-            failure = error if isinstance(error, RewardError) else RewardError(f"no reward worker can start: {error}")
+            failure = (
+                error
+                if isinstance(error, RewardError)
+                else RewardError(f"no reward worker can start: {error}; free processes or memory of this machine")
+            )
             self._idle.put_nowait(failure)
 
 
 class _Worker:
-    """One worker process (a keeper and its scorer). After a failure it may not be usable any more."""
+    """One worker (a watchdog and its scorer). After a failure it may not be usable any more."""
 
     def __init__(self, process: asyncio.subprocess.Process, log_file: Path) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -156,9 +170,9 @@ class _Worker:
     @classmethod
     async def start(cls, log_file: Path) -> Self:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        # No GPU, where a library that a reward function imports would take memory from the trainer.
+        # Without a GPU: a library that a reward function imports would take GPU memory from the trainer.
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        environment.pop(KEY_VARIABLE, None)  # code that rewards has no business with the servers
+        environment.pop(KEY_VARIABLE, None)  # a reward function must not reach the servers
         with log_file.open("ab") as log, _blocked(PREEMPTION_SIGNALS):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "megatron_a3po.rewards.worker"),
@@ -172,11 +186,11 @@ class _Worker:
 
     @property
     def has_ended(self) -> bool:
-        """Also where the keeper still clears up behind its scorer."""
+        """True also while the watchdog still ends the processes of its scorer."""
         return self._process.returncode is not None or self._answers.at_eof()
 
     async def prepare(self, start: WorkerStart) -> None:
-        """Raises RewardError where the scorer cannot be made."""
+        """Send the first request and wait until the scorer is made. Raises RewardError if it cannot be made."""
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._send(start)
@@ -195,9 +209,9 @@ class _Worker:
             raise RewardError(ready.error)
 
     async def score(self, groups: Sequence[Sequence[Sample]], timeout_seconds: float) -> list[Outcome]:
-        """Outcomes in order, up to a failure after which the worker is not usable; at least one."""
+        """Return the outcomes in order, at least one, up to a failure after which the worker is not usable."""
         outcomes: list[Outcome] = []
-        self.is_usable = False  # unless all goes well: also where this call is cancelled
+        self.is_usable = False  # until all has gone well, so also if this call is cancelled
         try:
             for group in groups:
                 async with asyncio.timeout(timeout_seconds):
@@ -217,14 +231,14 @@ class _Worker:
         return outcomes
 
     async def end(self) -> None:
-        """Kill the worker with all its descendants, however busy they are."""
+        """Kill the worker and all its descendants, however busy they are."""
         with suppress(ProcessLookupError):
             self._process.send_signal(END_SIGNAL)
         try:
             async with asyncio.timeout(_END_SECONDS):
                 await self._process.wait()
         except TimeoutError:
-            logger.warning("reward worker %d does not end; it is killed", self._process.pid)
+            logger.warning("reward worker %d does not end and is killed", self._process.pid)
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
@@ -251,7 +265,7 @@ class _Worker:
             async with asyncio.timeout(_END_SECONDS):
                 code = await self._process.wait()
         except TimeoutError:
-            return "answered what is no answer"
+            return "sent an invalid answer"
         number = code - 128 if code > 128 else -code
         if number > 0:
             with suppress(ValueError):
@@ -261,7 +275,7 @@ class _Worker:
 
 @contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """A process that this thread starts meanwhile has them blocked until it can say what they do to it."""
+    """Block signals in this thread and in processes that it starts, until those set their own handlers."""
     blocked = set(signals) - signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -270,7 +284,7 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 class _Lost(Exception):
-    """The worker's pipe ended, or what came through it is no answer."""
+    """The worker's pipe has ended or has delivered an invalid answer."""
 
 
 def _checked(outcome: Outcome, group: Sequence[Sample]) -> Outcome:

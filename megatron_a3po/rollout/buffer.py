@@ -1,4 +1,4 @@
-"""The one gate that bounds staleness: budgeted admission, and batches consumed in issue order."""
+"""Bound staleness: groups are issued within a budget, and batches are consumed in issue order."""
 
 from collections import deque
 
@@ -9,14 +9,15 @@ from megatron_a3po.types import Trajectory, TrajectoryGroup
 
 
 class StalenessBuffer:
-    """Decides when a group may be issued and hands batches out in the order of issue.
+    """Decide when a group may be issued, and hand out batches in issue order.
 
-    Batch k (trained at version k) consists of exactly the groups k*P ... k*P + P-1, and group j may be issued once the
-    version is at least j // P - max_staleness. So no token of batch k is older than max_staleness versions. Admission
-    alone would not do: with batches in order of completion an overtaken group ages while others are consumed.
+    With P groups per batch, batch k (trained at version k) has exactly the groups k*P ... k*P + P-1. Group j may be
+    issued once the version is at least j // P - max_staleness. So no token of batch k is older than max_staleness
+    versions. The budget alone would not suffice: if batches were consumed in the order of completion, an overtaken
+    group would age while others are consumed.
 
-    A group that is dropped is left out of the count, and all later ones move up by one. That takes them into an earlier
-    batch or none, never into a later one, so the bound holds.
+    A dropped group is not counted, so all later groups move up by one place. They move to an earlier batch or stay in
+    theirs, never to a later one, so the bound holds.
     """
 
     def __init__(self, *, groups_per_batch: int, max_staleness: int, num_batches: int, ledger: Ledger) -> None:
@@ -31,11 +32,11 @@ class StalenessBuffer:
 
     @property
     def version(self) -> int:
-        """The weight version that servers sample with, and that the next batch is trained at."""
+        """The weight version that servers sample with and that the next batch is trained at"""
         return self._version
 
     def state(self) -> RolloutState:
-        """What `restore` needs; call it where no other thread changes the buffer or its ledger."""
+        """Return what `restore` needs. No other thread may change the buffer or its ledger during the call."""
         return RolloutState(
             version=self._version,
             next_batch=self._next_batch,
@@ -47,9 +48,9 @@ class StalenessBuffer:
         )
 
     def restore(self, state: RolloutState) -> None:
-        """Go on where `state` was taken, with its ledger; `num_batches` may be another one by now.
+        """Continue from `state`, including its ledger. `num_batches` may have changed since.
 
-        Raises ConfigError for a state that does not fit this batch size or staleness, and ValueError after an issue.
+        Raises ConfigError if the state does not fit this batch size or staleness, and ValueError if groups were issued.
         """
         self._check_fits(state)
         self._ledger.restore(state)
@@ -58,14 +59,15 @@ class StalenessBuffer:
         self._issue_again.extend(state.in_flight)
 
     def set_version(self, version: int) -> None:
+        """Set the weight version. Raises VersionError if it goes back."""
         if version < self._version:
             raise VersionError(f"weight version went back from {self._version} to {version}")
         self._version = version
 
     def admit(self) -> int | None:
-        """The number of the next group, or None while the budget of the present version is spent.
+        """Issue the next group and return its number, or None while the budget of the present version is spent.
 
-        After a restart, first the groups that were in flight: they were within the budget of their time and are older.
+        After a restart, the groups that were in flight come first. They are older, and were within the budget then.
         """
         if self._issue_again:
             return self._issue_again.popleft()
@@ -74,19 +76,20 @@ class StalenessBuffer:
         return self._ledger.issue() if within_budget and position < self._num_groups else None
 
     def add(self, group: TrajectoryGroup) -> None:
+        """Add a group that was in flight and is complete."""
         self._ledger.buffer(group.group_id)
         self._ready[group.group_id] = group
 
     def drop(self, group_id: int, reason: str) -> None:
-        """The group in flight is given up, and the next one takes its place."""
+        """Give up a group in flight; the next one takes its place."""
         self._ledger.drop(group_id, reason)
 
     def missing(self) -> int:
-        """How many groups of the next batch are not complete yet."""
+        """Return how many groups of the next batch are not complete yet."""
         return self._groups_per_batch - sum(group_id in self._ready for group_id in self._next_group_ids())
 
     def take(self) -> list[Trajectory]:
-        """The next batch, complete, with the age of every token checked. Raises VersionError."""
+        """Return the next batch, which is complete. Raises VersionError if a token is over the staleness cap."""
         if missing := self.missing():
             raise ValueError(f"batch {self._next_batch} cannot be taken: {missing} of its groups are not complete")
         batch: list[Trajectory] = []
@@ -100,13 +103,13 @@ class StalenessBuffer:
         return batch
 
     def _next_group_ids(self) -> list[int]:
-        """The first groups that are neither consumed nor dropped; fewer than a batch has while not all are issued."""
+        """Return the first groups that are neither consumed nor dropped; fewer than a batch if not all are issued."""
         return sorted([*self._ready, *self._ledger.in_flight])[: self._groups_per_batch]
 
     def _check_fits(self, state: RolloutState) -> None:
         size = self._groups_per_batch
         still_open = sorted([*(group.group_id for group in state.buffered), *state.in_flight])
-        # Batches were taken in the order of issue, so whatever was consumed is older than what is still open.
+        # Batches are taken in issue order, so every consumed group is older than every open one.
         first_open = still_open[0] if still_open else state.issued
         if state.consumed != state.next_batch * size or first_open < state.consumed:
             raise ConfigError(
@@ -115,7 +118,7 @@ class StalenessBuffer:
                 "the value that the checkpoint was written with"
             )
         sampled_by = {group.group_id: _oldest_version(group, default=state.version) for group in state.buffered}
-        # From scratch, so by no older one.
+        # Groups in flight are sampled anew, by the restored version or a later one.
         sampled_by |= dict.fromkeys(state.in_flight, state.version)
         for index, group_id in enumerate(still_open):
             version, batch = sampled_by[group_id], state.next_batch + index // size
@@ -133,7 +136,7 @@ def _oldest_version(group: TrajectoryGroup, *, default: int) -> int:
 
 
 def check_versions(trajectory: Trajectory, version: int, max_staleness: int) -> None:
-    """Raises VersionError unless a version in [version - max_staleness, version] sampled each response token."""
+    """Check that a version in [version - max_staleness, version] sampled each token. Raises VersionError."""
     if trajectory.response_length == 0:
         raise VersionError(f"trajectory {trajectory.prompt_id}: empty response")
     oldest, newest = int(trajectory.weight_versions.min()), int(trajectory.weight_versions.max())

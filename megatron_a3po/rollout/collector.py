@@ -1,16 +1,19 @@
-"""Keeps the rollout servers busy while the trainer trains, as far as the staleness budget allows."""
+"""Keep the rollout servers busy while the trainer trains, as far as the staleness budget allows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 from megatron_a3po.rewards.types import RewardFailure
 from megatron_a3po.rollout.buffer import StalenessBuffer
-from megatron_a3po.rollout.reward_failures import FailureWatch
+from megatron_a3po.rollout.rewarder import FailureWatch
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 
 
 class RolloutCollector[Sampled]:
-    """Issues groups in order, collects them in any order, hands out batches in order. Lives in one event loop."""
+    """Issue groups in order, collect them in any order, and hand out batches in order.
+
+    All methods run in one event loop.
+    """
 
     def __init__(
         self,
@@ -22,8 +25,11 @@ class RolloutCollector[Sampled]:
         max_concurrent_groups: int,
         max_failed_share: float = 0.0,
     ) -> None:
-        """A group for which `reward_group` fails is dropped, and another one takes its place; more than
-        `max_failed_share` of such groups end the collection."""
+        """Collect groups by `sample_group`, which gets the number of a group, and `reward_group`.
+
+        A group for which `reward_group` fails is dropped and the next one takes its place. More than `max_failed_share`
+        of the last 100 groups end the collection. `watch_servers` runs beside it and ends it by what it raises.
+        """
         self._buffer = buffer
         self._sample_group = sample_group
         self._reward_group = reward_group
@@ -35,24 +41,26 @@ class RolloutCollector[Sampled]:
         self._runner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Start the collection."""
         self._runner = asyncio.create_task(self._run())
 
     def set_version(self, version: int) -> None:
+        """Set the weight version that servers sample with from now on. Raises VersionError if it goes back."""
         self._buffer.set_version(version)
         self._budget_changed.set()
 
     async def batch_complete(self) -> None:
-        """Wait until `take_batch` can be called; may be cancelled. Raises whatever ended the collection meanwhile."""
+        """Wait until the next batch is complete. May be cancelled. Raises whatever ends the collection."""
         while self._buffer.missing():
             self._group_added.clear()
             await self.or_failure(self._group_added.wait())
 
-    async def take_batch(self) -> list[Trajectory]:
-        """The next batch in issue order."""
+    def take_batch(self) -> list[Trajectory]:
+        """Return the next batch in issue order. Raises VersionError for a token that is too old."""
         return self._buffer.take()
 
     async def or_failure[T](self, work: Awaitable[T]) -> T:
-        """The result of `work`, or the failure that ends the collection, whichever comes first."""
+        """Return the result of `work`. Raises whatever ends the collection before that."""
         assert self._runner is not None, "start() comes first"
         task = asyncio.ensure_future(work)
         try:
@@ -64,6 +72,7 @@ class RolloutCollector[Sampled]:
             task.cancel()
 
     async def stop(self) -> None:
+        """End the collection and all requests under way."""
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.gather(self._runner, return_exceptions=True)
@@ -89,7 +98,7 @@ class RolloutCollector[Sampled]:
         try:
             sampled = await self._sample_group(group_id)
         finally:
-            self._slots.release()  # the servers go on while rewards are computed
+            self._slots.release()  # servers sample the next group while this one is scored
         rewarded = await self._reward_group(sampled)
         if isinstance(rewarded, RewardFailure):
             self._buffer.drop(group_id, rewarded.kind)

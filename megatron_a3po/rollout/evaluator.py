@@ -1,4 +1,4 @@
-"""Evaluation: how often the present weights answer right."""
+"""Evaluate the present weights: sample every prompt of every evaluation dataset, score and summarise."""
 
 import json
 import time
@@ -13,39 +13,40 @@ from megatron_a3po.rollout.rewarder import Rewarder
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.runtime.files import write_durably
 from megatron_a3po.runtime.logging import logger
+from megatron_a3po.runtime.waiting import REAL, Clock, Wait
 from megatron_a3po.types import FinishReason
 
 EVALUATIONS = "evaluations"
-"""Below the run's folder"""
+"""Folder in the run's folder"""
 SUMMARY = "summary.json"
-_HEARTBEAT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetResult:
-    """What `summary.json` says of one dataset. Intervals are of 95 %, see `algorithm.accuracy`."""
+    """The results on one dataset, as in `summary.json`. Intervals are of 95 %, see `algorithm.accuracy`."""
 
     dataset: str
     num_prompts: int
     num_without_reward: int
-    """Prompts that the scorer failed for; they count nowhere else."""
+    """Prompts that the scorer failed for; nothing else counts them."""
     num_samples: int
     """k: responses per prompt"""
     average: float
     """avg@k: mean reward"""
     average_interval: tuple[float, float]
     pass_at: dict[int, float]
-    """pass@j for j = 1, 2, 4, ... k; a response passes with a reward of at least 1."""
+    """pass@j for j = 1, 2, 4, ... k; a response passes with a reward of at least 1"""
     pass_at_k_interval: tuple[float, float]
     response_tokens: float
     """Mean length"""
     truncated_share: float
-    """Of responses that ended at the limit of new tokens"""
+    """Share of responses that ended at the limit of new tokens"""
     weight_versions: tuple[int, ...]
-    """That sampled the responses"""
+    """The versions that sampled the responses"""
     seconds: float
 
     def metrics(self) -> dict[str, float]:
+        """Return the metrics `eval/<dataset>/...`."""
         low, high = self.average_interval
         values = {"average": self.average, "average_low": low, "average_high": high}
         if self.num_samples > 1:
@@ -66,7 +67,7 @@ class DatasetResult:
 
 
 class Evaluator:
-    """Samples every prompt of every evaluation dataset, and writes down each response."""
+    """Sample every prompt of every evaluation dataset, and write down each response."""
 
     def __init__(
         self,
@@ -75,17 +76,20 @@ class Evaluator:
         rewarder: Rewarder,
         sampling: Sampling,
         folder: Path,
+        clock: Clock = REAL,
     ) -> None:
+        """folder: gets a folder for each evaluation."""
         self._datasets = datasets
         self._sampler = sampler
         self._rewarder = rewarder
         self._sampling = sampling
         self._folder = folder
+        self._clock = clock
 
     async def evaluate(self, name: str, evaluated: str | None = None) -> list[DatasetResult]:
-        """Writes `folder/name/samples.jsonl`, and `summary.json` when all is done. Raises RolloutError, RewardError.
+        """Return the results. Write `folder/name/samples.jsonl`, and `summary.json` when all is done.
 
-        evaluated: of which model; None: of the version that has sampled.
+        evaluated: what `summary.json` says was evaluated; None: the weight version. Raises RolloutError, RewardError.
         """
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +98,7 @@ class Evaluator:
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for dataset, prompts in self._datasets.items():
                 start = time.monotonic()
-                report = _progress(dataset, len(prompts) * self._sampling.num_samples)
+                report = _progress(dataset, len(prompts) * self._sampling.num_samples, self._clock)
                 sampled = await self._sampler.sample_each(prompts, self._sampling, report)
                 scored = await self._rewarder.score_each(sampled)
                 for responses in scored:
@@ -109,15 +113,14 @@ class Evaluator:
         return results
 
 
-def _progress(dataset: str, number: int) -> Callable[[int], None]:
-    """Says now and then how many responses there are."""
-    done, said = 0, time.monotonic()
+def _progress(dataset: str, number: int, clock: Clock) -> Callable[[int], None]:
+    """Return a function that counts responses and now and then logs their number."""
+    done, wait = 0, Wait(None, clock)
 
     def add(more: int) -> None:
-        nonlocal done, said
+        nonlocal done
         done += more
-        if time.monotonic() - said > _HEARTBEAT_SECONDS and done < number:
-            said = time.monotonic()
+        if done < number and wait.is_reminder_due:
             logger.info("evaluating %s: %d of %d responses", dataset, done, number)
 
     return add

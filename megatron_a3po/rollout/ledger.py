@@ -1,4 +1,4 @@
-"""Exactly-once accounting of groups: issued = consumed + dropped + buffered + in flight, always."""
+"""Account for every group exactly once: issued = consumed + dropped + buffered + in flight, always."""
 
 from collections import Counter
 from enum import StrEnum
@@ -13,7 +13,7 @@ class _State(StrEnum):
 
 
 class Ledger:
-    """Follows every group from its issue to its end. A step that skips or repeats one is a bug and raises."""
+    """The state of every group from its issue to its end. A step that skips or repeats a state raises ValueError."""
 
     def __init__(self) -> None:
         self._open: dict[int, _State] = {}
@@ -23,27 +23,28 @@ class Ledger:
 
     @property
     def issued(self) -> int:
-        """Groups issued so far, which is also the number of the next one."""
+        """The number of groups issued so far, which is also the number of the next group"""
         return self._issued
 
     @property
     def consumed(self) -> int:
+        """The number of groups trained on so far"""
         return self._consumed
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Number of dropped groups by reason."""
+        """The number of dropped groups by reason"""
         return dict(self._dropped)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Groups issued and not complete, in the order of issue."""
+        """The groups issued and not complete, in issue order"""
         return tuple(sorted(group_id for group_id, state in self._open.items() if state is _State.IN_FLIGHT))
 
     def restore(self, state: RolloutState) -> None:
-        """Go on with the books of an earlier run. Groups in flight are issued already: sample them, don't count them.
+        """Continue the accounts of an earlier run, whose groups in flight count as issued already.
 
-        Raises ValueError when groups were issued before.
+        Raises ValueError if this ledger has issued groups.
         """
         if self._issued:
             raise ValueError(f"the ledger cannot be restored: {self._issued} groups were issued already")
@@ -53,35 +54,37 @@ class Ledger:
         self._open |= dict.fromkeys((group.group_id for group in state.buffered), _State.BUFFERED)
 
     def issue(self) -> int:
+        """Issue the next group and return its number."""
         group_id = self._issued
         self._open[group_id] = _State.IN_FLIGHT
         self._issued += 1
         return group_id
 
     def buffer(self, group_id: int) -> None:
-        """The group's responses and rewards are complete."""
+        """Record that the group's responses and rewards are complete."""
         self._require(group_id, _State.IN_FLIGHT, _State.BUFFERED)
         self._open[group_id] = _State.BUFFERED
 
     def consume(self, group_id: int) -> None:
-        """The group is part of a training batch."""
+        """Record that the group is part of a training batch."""
         self._require(group_id, _State.BUFFERED, _State.CONSUMED)
         del self._open[group_id]
         self._consumed += 1
 
     def drop(self, group_id: int, reason: str) -> None:
-        """The group will not be trained on."""
+        """Record that the group will not be trained on."""
         if group_id not in self._open:
             raise ValueError(f"group {group_id} cannot be dropped ({reason}): it is not in flight or buffered")
         del self._open[group_id]
         self._dropped[reason] += 1
 
     def drop_open(self, reason: str) -> None:
-        """Close the books at the end of a run."""
+        """Drop every open group, at the end of a run."""
         for group_id in list(self._open):
             self.drop(group_id, reason)
 
     def counts(self) -> dict[str, int | dict[str, int]]:
+        """Return the number of groups in each state, and of dropped ones by reason."""
         states = Counter(self._open.values())
         return {
             "issued": self._issued,

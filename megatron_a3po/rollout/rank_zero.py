@@ -1,4 +1,4 @@
-"""Everything of the rollouts that only rank 0 has."""
+"""Build the parts of the rollout side, on rank 0 only, and run them in one event loop."""
 
 import os
 import socket
@@ -21,13 +21,14 @@ from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.prompts.load import load_prompts, load_tokenizer, longest_request
-from megatron_a3po.rewards.worker_pool import RewardPool
+from megatron_a3po.rewards.scorers import ScorerSpec, TaskSpec
+from megatron_a3po.rewards.worker_pool import RewardWorkers, WorkerSettings
 from megatron_a3po.rollout.buffer import StalenessBuffer
-from megatron_a3po.rollout.building import make_evaluator, make_sampler, pool_settings, shaping
 from megatron_a3po.rollout.collector import RolloutCollector
-from megatron_a3po.rollout.evaluator import DatasetResult
+from megatron_a3po.rollout.evaluator import EVALUATIONS, DatasetResult, Evaluator
 from megatron_a3po.rollout.ledger import Ledger
-from megatron_a3po.rollout.rewarder import Rewarder
+from megatron_a3po.rollout.rewarder import Rewarder, Shaping
+from megatron_a3po.rollout.sampler import Sampler, Sampling, stop_token_ids
 from megatron_a3po.rollout.state import RolloutState
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.serving.discovery import find_servers
@@ -40,10 +41,13 @@ _ANSWER_SECONDS = 10.0
 
 
 class RankZeroRollouts:
-    """The rollouts where they are made: prompts, servers, collector, ledger. A context manager."""
+    """Prompts, servers, reward workers, collector and ledger of a run. A context manager.
+
+    Entering starts the reward workers and, if the config asks for one, a local server, without waiting for either.
+    """
 
     def __init__(self, config: RunConfig, *, data_folder: Path | None = None) -> None:
-        """`data_folder`: gets what is left of reading the datasets; None: the run's."""
+        """data_folder: where reading the datasets leaves its files; None: the folder of the run. Raises DataError."""
         self._config = config
         self._tokenizer = load_tokenizer(config.model)
         self._prompts = load_prompts(config, self._tokenizer, data_folder or config.run_dir)
@@ -62,9 +66,11 @@ class RankZeroRollouts:
             self._server = self._stack.enter_context(server)
         self._loop = EventLoopThread()
         self._stack.callback(self._loop.close)
-        self._loop.run(self._start_rewards())
+        # Early, because a worker imports the reward function while everything else starts.
+        self._workers = self._in_loop(lambda: RewardWorkers(worker_settings(config)))
+        self._in_loop(self._workers.start)
         # With a timeout: nothing that hangs may keep the run from ending.
-        self._stack.callback(lambda: self._loop.run(self._reward_pool.close(), _CLOSE_SECONDS))
+        self._stack.callback(lambda: self._loop.run(self._workers.close(), _CLOSE_SECONDS))
         return self
 
     def __exit__(
@@ -73,25 +79,27 @@ class RankZeroRollouts:
         self._stack.close()
 
     def connect(self, say: Callable[[str], None]) -> Fleet:
+        """Wait until all servers are ready; `say` reports progress. Raises RewardError, RolloutError."""
+        self._loop.run(self._workers.raise_if_failed())
         urls = self._loop.run(self._find_servers(say))
-        self._loop.run(self._build(urls))
+        self._in_loop(lambda: self._build(urls))
         self._stack.callback(lambda: self._loop.run(self._close(), _CLOSE_SECONDS))
         log = f", log {self._server.log_file}" if self._server is not None else ""
         say(f"waiting for the rollout server{'s' * (len(urls) > 1)} at {', '.join(urls)}{log}")
         self._loop.run(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
         say("the rollout server is ready")
-        self._loop.run(self._reward_pool.raise_if_failed())
+        self._loop.run(self._workers.raise_if_failed())
         if self._key is None and (open_urls := [url for url in urls if not is_loopback(url)]):
             logger.warning(
-                "without a key, everybody who reaches %s can read and replace the weights; start servers with "
-                "tools/launch_rollout_servers.py, and with a key",
+                "without a key, everybody who reaches %s can read and replace the weights; start servers with a key, "
+                "by tools/launch_rollout_servers.py",
                 ", ".join(open_urls),
             )
         for server in self._pool.states.members:
             if server.info is not None and not server.info.enable_priority_scheduling:
                 logger.warning(
-                    "%s runs without --enable-priority-scheduling: interrupted responses are overtaken by new ones, "
-                    "and evaluation waits behind training",
+                    "%s runs without --enable-priority-scheduling: new responses overtake interrupted ones, and an "
+                    "evaluation waits behind training; start it with this option",
                     server.url,
                 )
         return Fleet(
@@ -102,16 +110,33 @@ class RankZeroRollouts:
         )
 
     def state(self) -> RolloutState:
-        return self._loop.run(self._state())
+        """Return all that `restore` needs."""
+        return self._in_loop(lambda: replace(self._buffer.state(), prompts=self._prompts.fingerprint))
 
     def restore(self, state: RolloutState) -> None:
-        self._loop.run(self._restore(state))
+        """Continue from `state`. Raises DataError for other prompts, and ConfigError for another batch or staleness."""
+        if state.prompts not in ("", self._prompts.fingerprint):
+            raise DataError(
+                "the training prompts are not those of the checkpoint, so its groups would get other prompts: restore "
+                "the dataset and what decides which of its prompts are taken (`data`, the tokenizer, "
+                "`actor.microbatch_tokens`), or start a new run (`run_dir=...`)"
+            )
+        self._in_loop(lambda: self._buffer.restore(state))
 
     def set_version(self, version: int) -> None:
-        self._loop.run(self._set_version(version))
+        """Sample with this version from now on. The first call starts the collection. Raises VersionError."""
+        if not self._started and version != self._buffer.version:
+            raise VersionError(
+                f"the trainer starts at weight version {version}, but the rollouts at {self._buffer.version}: a "
+                "checkpoint is restored as a whole or not at all"
+            )
+        self._in_loop(lambda: self._collector.set_version(version))
+        if not self._started:
+            self._started = True
+            self._in_loop(self._collector.start)
 
     def is_batch_complete(self, timeout_seconds: float) -> bool:
-        """Waits so long for it. Raises what ended the collection."""
+        """Wait for the next batch, no longer than `timeout_seconds`. Raises what ended the collection."""
         if self._complete is None:
             self._complete = self._loop.submit(self._collector.batch_complete())
         if not wait([self._complete], timeout_seconds).done:
@@ -120,27 +145,32 @@ class RankZeroRollouts:
         return True
 
     def take_batch(self) -> list[Trajectory]:
+        """Return the next batch, which is complete. Raises VersionError."""
         self._complete = None
-        return self._loop.run(self._collector.take_batch())
+        return self._in_loop(self._collector.take_batch)
 
     def sample_fresh(self, num_prompts: int, max_new_tokens: int) -> list[Trajectory]:
-        """Responses of every server by the present version to the first held-out prompts, without rewards."""
+        """Sample the first held-out prompts on every server by the present version, without rewards."""
         sampled = self._sampler.sample_everywhere(self._prompts.held_out[:num_prompts], max_new_tokens)
         responses = self._loop.run(self._collector.or_failure(sampled))
         return [trajectory for item in responses for trajectory in item.trajectories]
 
     def evaluate(self, name: str, evaluated: str | None = None) -> list[DatasetResult]:
+        """Evaluate the present weights on all evaluation datasets; see `Evaluator.evaluate`."""
         work = self._evaluator.evaluate(name, evaluated)
         return self._loop.run(self._collector.or_failure(work) if self._started else work)
 
     def adopt_weights(self) -> str:
-        """Instead of publications, for evaluations alone: see `adoption.adopt_weights`."""
+        """Take over the weights that the servers hold, without publishing any; see `fleet.adopt_weights`."""
         return self._loop.run(adopt_weights(self._pool, self._config.model))
 
-    async def _start_rewards(self) -> None:
-        # First, since its worker imports the reward function while everything else starts.
-        self._reward_pool = RewardPool(pool_settings(self._config))
-        self._reward_pool.start()
+    def _in_loop[T](self, work: Callable[[], T]) -> T:
+        """Call `work` in the event loop's thread, where groups move; none moves during the call."""
+
+        async def call() -> T:
+            return work()
+
+        return self._loop.run(call())
 
     async def _find_servers(self, say: Callable[[str], None]) -> list[str]:
         if self._server is not None:
@@ -160,9 +190,9 @@ class RankZeroRollouts:
     def _registered_urls(self) -> list[str]:
         return [registration.url for registration in read_registrations(servers_folder(self._config.run_dir))]
 
-    async def _build(self, urls: list[str]) -> None:
+    def _build(self, urls: list[str]) -> None:
         config, rollout = self._config, self._config.rollout
-        self._rewarder = Rewarder(self._reward_pool, shaping(config), max_failed_share=config.reward.max_failed_share)
+        rewarder = Rewarder(self._workers, shaping(config), max_failed_share=config.reward.max_failed_share)
         self._pool = ServerPool(
             urls,
             timeout_seconds=rollout.request_timeout_seconds,
@@ -173,8 +203,17 @@ class RankZeroRollouts:
             longest_request=longest_request(config, self._prompts),
             find_dead=self._server.describe_death if self._server is not None else lambda: None,
         )
-        self._sampler = make_sampler(config, self._pool, self._tokenizer)
-        self._evaluator = make_evaluator(config, self._prompts, self._sampler, self._rewarder)
+        training, evaluation = _samplings(config)
+        self._sampler = Sampler(
+            self._pool,
+            self._tokenizer,
+            training,
+            max_in_flight=rollout.max_concurrent_groups * rollout.group_size,
+            stop_token_ids=stop_token_ids(config.model, self._tokenizer),
+        )
+        self._evaluator = Evaluator(
+            self._prompts.evaluation, self._sampler, rewarder, evaluation, config.run_dir / EVALUATIONS
+        )
         self._buffer = StalenessBuffer(
             groups_per_batch=rollout.prompts_per_step,
             max_staleness=config.max_staleness,
@@ -184,37 +223,52 @@ class RankZeroRollouts:
         self._collector = RolloutCollector(
             self._buffer,
             lambda group_id: self._sampler.sample_group(self._prompts.training_prompt(group_id), group_id),
-            self._rewarder.reward_group,
+            rewarder.reward_group,
             self._pool.watch,
             max_concurrent_groups=rollout.max_concurrent_groups,
             max_failed_share=config.reward.max_failed_share,
         )
 
-    # Both in the loop's thread and without an await: no group moves meanwhile.
-    async def _state(self) -> RolloutState:
-        return replace(self._buffer.state(), prompts=self._prompts.fingerprint)
-
-    async def _restore(self, state: RolloutState) -> None:
-        if state.prompts not in ("", self._prompts.fingerprint):
-            raise DataError(
-                "the training prompts are not those of the checkpoint, whose groups mean others by the same numbers: "
-                "restore the dataset, and what decides which of its prompts are taken (`data`, the tokenizer, "
-                "`actor.microbatch_tokens`), or start a new run (`run_dir=...`)"
-            )
-        self._buffer.restore(state)
-
-    async def _set_version(self, version: int) -> None:
-        if not self._started and version != self._buffer.version:
-            raise VersionError(
-                f"the trainer starts at weight version {version}, but the rollouts at {self._buffer.version}: a "
-                "checkpoint is restored as a whole or not at all"
-            )
-        self._collector.set_version(version)
-        if not self._started:
-            self._started = True
-            self._collector.start()
-
     async def _close(self) -> None:
         await self._collector.stop()
         self.ledger.drop_open("run_ended")
         await self._pool.close()
+
+
+def worker_settings(config: RunConfig) -> WorkerSettings:
+    """Return the settings of the reward workers. `reward.scorer = auto` is `task` for a task, else `math`."""
+    reward, data = config.reward, config.data
+    task = TaskSpec(name=data.task, options=data.task_options) if data.task is not None else None
+    scorer = reward.scorer
+    if scorer == "auto":
+        scorer = "task" if task is not None else "math"
+    return WorkerSettings(
+        spec=ScorerSpec(scorer=scorer, task=task, format_pattern=reward.format_pattern),
+        max_workers=reward.max_workers,
+        timeout_seconds=reward.timeout_seconds,
+        memory_bytes=reward.worker_memory_bytes,
+        log_file=config.run_dir / "logs" / "rewards.log",
+    )
+
+
+def shaping(config: RunConfig) -> Shaping:
+    """Return the penalties of training."""
+    return Shaping(
+        max_new_tokens=config.rollout.max_new_tokens,
+        format_penalty=config.reward.format_penalty,
+        length_penalty=config.reward.length_penalty,
+    )
+
+
+def _samplings(config: RunConfig) -> tuple[Sampling, Sampling]:
+    """Return how training and evaluations sample: an evaluation as training, unless `evaluation` says otherwise."""
+    rollout, chosen = config.rollout, config.evaluation
+    training = Sampling(
+        num_samples=rollout.group_size, max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature
+    )
+    evaluation = Sampling(
+        num_samples=chosen.num_samples,
+        max_new_tokens=chosen.max_new_tokens or training.max_new_tokens,
+        temperature=training.temperature if chosen.temperature is None else chosen.temperature,
+    )
+    return training, evaluation

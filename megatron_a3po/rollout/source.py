@@ -1,4 +1,4 @@
-"""Rollouts as the training loop sees them: the same batch on every rank, whoever collected it."""
+"""Rollouts as the training loop sees them: every rank gets the batch that rank 0 collected."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,15 +19,15 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
 
 _LOOK_SECONDS = 1.0
-"""How long rank 0 waits for a batch before all ranks look whether one was asked to stop."""
+"""How long rank 0 waits for a batch before all ranks check whether one was asked to stop."""
 _CHECK_TOKENS = 16
-"""Of a response that only compares log-probs: the trainer waits for it after every publication."""
+"""Length of a response for the comparison of log-probs, which the trainer waits for after every publication."""
 
 
 class RolloutSource:
-    """On every rank; rank 0 owns prompts, servers, collector and ledger, the others receive. A context manager.
+    """The source of training batches and evaluations on every rank. A context manager.
 
-    Entering starts a local server, if the config asks for one, without waiting for it.
+    Rank 0 has all parts (`RankZeroRollouts`); the other ranks receive.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class RolloutSource:
         timer: PhaseTimer,
         preemption: Preemption | None = None,
     ) -> None:
-        """`gloo_group`: the group in which ranks wait for rank 0, see `parallel.layout.init_distributed`."""
+        """gloo_group: the gloo group of all ranks, in which ranks wait for rank 0."""
         self._config = config
         self._preemption = preemption or Preemption()
         self._gloo_group = gloo_group
         self._timer = timer
         self._stack = ExitStack()
         self.stopped_by = 0
-        """Number of the signal by which a rank was asked to stop, once all ranks know it; 0: none."""
+        """Number of the signal that asked a rank to stop, once all ranks know it; 0: none"""
         self._rank0 = RankZeroRollouts(config) if rank == 0 else None
 
     def __enter__(self) -> Self:
@@ -60,39 +60,45 @@ class RolloutSource:
         self._stack.close()
 
     def connect(self, say: Callable[[str], None]) -> Fleet | None:
-        """Wait for the servers; what the publisher needs of them, on rank 0. Collective. `say` tells how it goes."""
+        """Wait for the servers, and return them as the publisher needs them, on rank 0. Collective.
+
+        `say` reports progress. Raises RewardError, RolloutError.
+        """
         fleet = self._rank0.connect(say) if self._rank0 is not None else None
         dist.barrier(group=self._gloo_group)
         return fleet
 
     def state(self) -> RolloutState | None:
-        """All that a resumed run needs of the rollouts at this moment; None on ranks other than 0.
+        """Return all that a resumed run needs of the rollouts at this moment; None on ranks other than 0.
 
-        Generation goes on meanwhile. What completes after this moment is in flight in the state: a run that is killed
-        and resumed from it samples these responses again, see `RolloutState`.
+        Generation goes on. Groups that complete later are in flight in the state, and a run that is resumed from it
+        samples them again; see `RolloutState`.
         """
         return self._rank0.state() if self._rank0 is not None else None
 
     def restore(self, state: RolloutState | None) -> None:
-        """Go on where rank 0 took `state`; None on the other ranks, and for a run that starts anew.
+        """Continue where rank 0 took `state`. It is None on other ranks and for a new run.
 
-        To be called before the first `set_version`, with the version of the state. Raises ConfigError where the
-        state does not fit the configuration.
+        Call it before the first `set_version`, which then gets the version of the state. Raises ConfigError if the
+        state does not fit the configuration, and DataError if its prompts are others.
         """
         if self._rank0 is not None and state is not None:
             self._rank0.restore(state)
 
     def set_version(self, version: int) -> None:
-        """Servers sample with this version from now on, and the next batch is trained at it. The first call, after
-        the first publication, starts the collection. Raises VersionError where it starts at any other version than
-        the restored one, or 0."""
+        """Set the version that servers sample with from now on and that the next batch is trained at.
+
+        The first call, after the first publication, starts the collection. Raises VersionError if the first version is
+        neither the restored one nor, for a new run, 0.
+        """
         if self._rank0 is not None:
             self._rank0.set_version(version)
 
     def next_batch(self) -> list[Trajectory]:
-        """The next batch in issue order, on every rank, with every token's age checked. Collective.
+        """Return the next batch in issue order on every rank. Every token's age has been checked. Collective.
 
-        Empty when a rank has been asked to stop: then nothing was taken, and `stopped_by` tells the signal.
+        If a rank was asked to stop, the batch is empty, nothing was taken, and `stopped_by` is the signal. Raises
+        whatever ended the collection, and VersionError.
         """
         with self._timer.phase("wait"):
             self._wait_for_batch()
@@ -102,7 +108,7 @@ class RolloutSource:
         return batch
 
     def _wait_for_batch(self) -> None:
-        """Until the batch is complete, or a rank has been asked to stop: one look at both, the same for all ranks."""
+        """Wait until the batch is complete or a rank was asked to stop. All ranks learn both in the same collective."""
         is_complete = False
         while not is_complete and not self.stopped_by:
             waits = self._rank0 is not None and not self._rank0.is_batch_complete(_LOOK_SECONDS)
@@ -111,7 +117,7 @@ class RolloutSource:
             is_complete, self.stopped_by = not seen[0], int(seen[1])
 
     def sample_fresh(self) -> list[Trajectory]:
-        """Responses to `publish.verify_prompts` held-out prompts by the present version, on every rank. Collective."""
+        """Sample `publish.verify_prompts` held-out prompts by the present version, for every rank. Collective."""
         num_prompts = self._config.publish.verify_prompts
         if num_prompts == 0:
             return []
@@ -120,8 +126,10 @@ class RolloutSource:
             return self._broadcast(self._rank0.sample_fresh(num_prompts, num_tokens) if self._rank0 else None)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Sample the prompts of all evaluation datasets by the present version; `eval_accuracy` is the mean reward on
-        the first one. Nothing on ranks other than 0. Responses go to `run_dir/evaluations/step_...`."""
+        """Evaluate the present version on all evaluation datasets, and return the metrics; none on ranks other than 0.
+
+        `eval_accuracy` is the mean reward on the first dataset. Responses go to `run_dir/evaluations/step_...`.
+        """
         if self._rank0 is None:
             return {}
         with self._timer.phase("evaluate"):
@@ -134,7 +142,7 @@ class RolloutSource:
         return metrics
 
     def metrics(self) -> dict[str, float]:
-        """Groups that were dropped so far, by reason; nothing on ranks other than 0."""
+        """Return the number of groups dropped so far by reason; nothing on ranks other than 0."""
         dropped = self._rank0.ledger.dropped if self._rank0 is not None else {}
         return {f"dropped/{reason}": number for reason, number in dropped.items()}
 
@@ -142,4 +150,5 @@ class RolloutSource:
         return broadcast_trajectories(trajectories, self._gloo_group)
 
     def ledger_counts(self) -> dict[str, Any]:
+        """Return the ledger's counts; nothing on ranks other than 0."""
         return self._rank0.ledger.counts() if self._rank0 is not None else {}

@@ -1,4 +1,4 @@
-"""What a run needs to go on with its rollouts where a checkpoint left them, and its file."""
+"""The state of the rollouts in a checkpoint, and its file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,27 +24,27 @@ _METADATA = "rollout_state"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutState:
-    """The rollout side at one moment: no group is missing from it, and none is in it twice.
+    """The rollout side at one moment. It has every open group exactly once.
 
-    A resumed run issues the groups of `in_flight` again, with the same ids and so the same prompts, before any new
-    one. That holds for responses that complete after this moment and before the run is killed, too: they are sampled
-    again, by the restored weights, and nobody has trained on the lost ones, because a kill takes the training steps
-    since the checkpoint with it. Groups issued or consumed in between are issued or consumed again likewise.
+    A resumed run first issues the groups of `in_flight` again, with the same numbers and so the same prompts. Groups
+    that completed after this moment and before the kill are among them. Their lost responses were not trained on,
+    because the kill also took the training steps since the checkpoint. Groups that were issued or consumed in between
+    are issued or consumed again.
     """
 
     version: int
-    """The weight version that servers sample with."""
+    """The weight version that servers sample with"""
     next_batch: int
     issued: int
-    """Groups issued so far, which is also the number of the next new one."""
+    """The number of groups issued so far, which is also the number of the next new group"""
     consumed: int
     dropped: dict[str, int]
     """by reason"""
     buffered: tuple[TrajectoryGroup, ...]
     in_flight: tuple[int, ...]
-    """Issued groups without a result, in the order in which they are issued again."""
+    """Issued groups without a result, in the order in which they are issued again"""
     prompts: str = ""
-    """Fingerprint of the prompts that the groups' numbers mean; empty: not known."""
+    """Fingerprint of the prompts that the groups' numbers stand for; empty: not known"""
 
     def __post_init__(self) -> None:
         """Raises ValueError unless every issued group is accounted for once."""
@@ -79,10 +79,9 @@ class _Metadata(BaseModel):
 
 
 def save_rollout_state(state: RolloutState, path: Path) -> None:
-    """Write one safetensors file: the tensors of all buffered trajectories one behind the other, the rest as JSON.
+    """Write one safetensors file: the concatenated tensors of all buffered trajectories, and the rest as JSON.
 
-    The file is neither complete at once nor flushed to the disk; whoever writes a checkpoint sees to both. Raises
-    OSError.
+    The write is not atomic and not flushed to the disk; the writer of the checkpoint does both. Raises OSError.
     """
     encoded = encode_trajectories([item for group in state.buffered for item in group.trajectories])
     metadata = _Metadata(
@@ -98,17 +97,17 @@ def save_rollout_state(state: RolloutState, path: Path) -> None:
         trajectories=list(encoded.rows),
     )
     tensors = {name: getattr(encoded, name) for name in _DTYPES}
-    # Not by safetensors' save_file, which raises an error of its own where the disk is full.
+    # Not by safetensors' save_file, which raises an error of its own if the disk is full.
     path.write_bytes(save(tensors, {_METADATA: metadata.model_dump_json()}))
 
 
 def load_rollout_state(path: Path) -> RolloutState:
-    """What `save_rollout_state` wrote, bit for bit. Raises DataError, which names the path, for anything else."""
+    """Read what `save_rollout_state` wrote, bit for bit. Raises DataError, with the path, for anything else."""
     try:
         return _read(path)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:  # RuntimeError: torch's, for other lengths
         raise DataError(
-            f"{path} is not a whole file of the rollouts' state, as this version of megatron_a3po writes it: {error}; "
+            f"{path} is not a complete rollout state as this version of megatron_a3po writes it: {error}; "
             "resume from another checkpoint"
         ) from error
 

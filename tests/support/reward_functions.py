@@ -1,4 +1,4 @@
-"""Reward functions of users, good and bad ones; workers import them by name."""
+"""Reward functions as users write them, good and bad ones. Workers import them by name."""
 
 import asyncio
 import os
@@ -36,25 +36,25 @@ async def slow_rank_in_group(samples: Sequence[Sample]) -> list[float]:
     return rank_in_group(samples)
 
 
-def everything(sample: Sample) -> float:
-    """Sees the whole sample."""
+def everything(sample: Sample) -> tuple[float, str]:
+    """Return 1 if the whole sample has arrived."""
     known = (sample.prompt_id, sample.prompt, sample.answer, sample.row, sample.num_tokens, sample.truncated)
-    return float(known == ("p/1", "What?", "42", {"level": 5}, 7, True))
+    return float(known == ("p/1", "What?", "42", {"level": (5, 6)}, 7, True)), "seen"
 
 
 def environment(sample: Sample) -> float:
-    """Prints, reads the standard input, and sees no GPU."""
+    """Print, and return 1 if the standard input is empty and no GPU is visible."""
     print("hello from a reward function")
     return float(os.read(0, 10) == b"" and os.environ["CUDA_VISIBLE_DEVICES"] == "")
 
 
 def process(sample: Sample) -> int:
-    """Which process it is."""
+    """Return the process that scores."""
     return os.getpid()
 
 
 def terminate(sample: Sample) -> float:
-    """Whether the processes that it starts end by SIGTERM, however early it comes."""
+    """Return 1 if SIGTERM ends the processes that this one starts, however early it comes."""
     program = subprocess.Popen(["sleep", "600"])
     program.terminate()
     codes = {program.wait()}
@@ -68,7 +68,7 @@ def terminate(sample: Sample) -> float:
 
 
 def bad(sample: Sample) -> Any:
-    """Does what the response says."""
+    """Do what the response says."""
     action, _, argument = sample.response.partition(" ")
     return globals()[f"_{action}"](argument)
 
@@ -105,22 +105,17 @@ def _eat(argument: str) -> None:
 
 
 def _return(argument: str) -> Any:
-    values: dict[str, Any] = {"nan": float("nan"), "text": "1.0", "none": None, "list": [1.0, 2.0]}
-    return values[argument]
-
-
-def _badreason(argument: str) -> Any:
-    return 1.0, "Not A Reason"
+    return float(argument)
 
 
 def _fork(argument: str) -> float:
-    """The child comes back into the worker, as if it were the worker."""
+    """Fork; the child returns into the worker, as if it were the worker."""
     os.fork()
     return 1.0
 
 
 def _daemons(argument: str) -> None:
-    """Leave processes behind in every way, note who they are, and hang."""
+    """Leave processes behind in every way, write their pids to a file, and hang."""
     pids = Path(argument)
     program = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)"
     subprocess.Popen(["python3", "-c", program])
@@ -138,7 +133,7 @@ def _daemons(argument: str) -> None:
 
 
 def wrong_for_odd_rows(sample: Sample) -> tuple[float, str]:
-    """Fails for one prompt, and finds the others right where their number is even."""
+    """Raise for one prompt, and give 1 to the others whose number is even."""
     number = int(sample.prompt_id.split("/")[1])
     if number == sample.row["broken"]:
         raise ValueError("no reward for this one")

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_a3po.fleet.protocol import ServerInfo
 from megatron_a3po.fleet.requirements import Demands, unusable
-from megatron_a3po.rollout.building import stop_token_ids
+from megatron_a3po.rollout.sampler import stop_token_ids
 
 URL = "http://10.0.0.7:30000"
 

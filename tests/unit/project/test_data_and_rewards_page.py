@@ -15,7 +15,7 @@ from megatron_a3po.prompts.rows import SCHEMAS, BadRow
 from megatron_a3po.rewards import math_grader as answers
 from megatron_a3po.rewards.scorers import ScorerSpec
 from megatron_a3po.rewards.types import FailureKind, Sample
-from megatron_a3po.rewards.worker_pool import PoolSettings, RewardPool
+from megatron_a3po.rewards.worker_pool import RewardWorkers, WorkerSettings
 from tests.support.pages import blocks, prose
 from tests.support.paths import ROOT
 
@@ -60,7 +60,7 @@ def test_the_reward_functions_run_in_workers(tmp_path: Path, monkeypatch: pytest
     async def score(name: str) -> list[tuple[float, str]]:
         spec = ScorerSpec(scorer=f"my_rewards:{name}")
         limits: dict[str, Any] = {"max_workers": 1, "timeout_seconds": 60.0, "memory_bytes": None}
-        pool = RewardPool(PoolSettings(spec=spec, log_file=tmp_path / "log", **limits))
+        pool = RewardWorkers(WorkerSettings(spec=spec, log_file=tmp_path / "log", **limits))
         pool.start()
         try:
             (outcome,) = await pool.score([group])

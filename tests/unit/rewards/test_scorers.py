@@ -1,4 +1,4 @@
-"""Scorers by name: a task's own, and a server's over HTTP."""
+"""Scorers by name: a user's function, a task's own, and a server's over HTTP."""
 
 import asyncio
 import json
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron_a3po.errors import RewardError
 from megatron_a3po.rewards.scorers import KEY_VARIABLE, ScorerSpec, TaskSpec, make_scorer
 from megatron_a3po.rewards.types import InvalidReward, Sample, Score, to_score
 
+FUNCTIONS = "tests.support.reward_functions"
 Reply = Callable[[dict[str, Any]], tuple[int, str]]
 
 
@@ -20,8 +22,41 @@ def sample(response: str, **changes: Any) -> Sample:
     return Sample(response=response, num_tokens=3, truncated=False, **(values | changes))
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("length", [3.0, 1.0, 2.0]),
+        ("slow_length", [3.0, 1.0, 2.0]),
+        ("rank_in_group", [2.0, 0.0, 1.0]),
+        ("slow_rank_in_group", [2.0, 0.0, 1.0]),
+        ("with_reason", [(0.0, "odd"), (0.0, "odd"), (1.0, "even")]),
+    ],
+)
+def test_a_function_may_be_async_or_not_and_take_one_response_or_all_of_a_group(
+    function: str, expected: list[Any]
+) -> None:
+    scores = make_scorer(ScorerSpec(scorer=f"{FUNCTIONS}:{function}"))([sample(text) for text in ("aaa", "a", "aa")])
+
+    assert scores == [to_score(result) for result in expected]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "remedy"),
+    [
+        ("no_such_module:f", "PYTHONPATH"),
+        (f"{FUNCTIONS}:lenght", "length, with_reason"),
+        (f"{FUNCTIONS}:NO_FUNCTION", "name a function"),
+        ("os.path:join", "takes `sample`"),
+        ("task", "use `math`"),
+    ],
+)
+def test_a_scorer_that_cannot_be_used_is_an_error_with_its_name_and_a_remedy(scorer: str, remedy: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward\.scorer = '{scorer}'.*{remedy}"):
+        make_scorer(ScorerSpec(scorer=scorer))
+
+
 class JudgeServer:
-    """Answers every POST by `reply`, and keeps what it was asked."""
+    """Answers every POST by `reply`, and keeps the requests."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
@@ -110,8 +145,8 @@ def test_a_server_that_is_busy_is_asked_again(judge: JudgeServer, monkeypatch: p
         (200, '{"scores": 1}', InvalidReward, 'instead of {"scores": '),
         (200, '{"scores": [{"reason": "x"}]}', InvalidReward, 'instead of {"scores": '),
         (200, '{"scores": [1, 2]}', InvalidReward, "2 rewards for 1 responses"),
-        (200, '{"scores": [NaN]}', InvalidReward, "nan is no reward"),
-        (200, '{"scores": ["1.0"]}', InvalidReward, "'1.0' is no reward"),
+        (200, '{"scores": [NaN]}', InvalidReward, "nan is not a reward"),
+        (200, '{"scores": ["1.0"]}', InvalidReward, "'1.0' is not a reward"),
     ],
 )
 def test_a_server_that_gives_no_rewards_is_a_failure_with_its_words(

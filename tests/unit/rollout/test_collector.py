@@ -17,9 +17,8 @@ from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Scor
 from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.ledger import Ledger
-from megatron_a3po.rollout.rewarder import Rewarder
+from megatron_a3po.rollout.rewarder import Rewarder, Shaping
 from megatron_a3po.rollout.sampler import Sampler, Sampling
-from megatron_a3po.rollout.shaping import Shaping
 from megatron_a3po.types import Trajectory, TrajectoryGroup
 from tests.support.scripted_server import (
     DEADLINE_SECONDS,
@@ -85,7 +84,7 @@ class Rollouts:
 
     async def next_batch(self) -> list[Trajectory]:
         await asyncio.wait_for(self.collector.batch_complete(), DEADLINE_SECONDS)
-        batch = await self.collector.take_batch()
+        batch = self.collector.take_batch()
         self.check_ledger()
         return batch
 

@@ -1,5 +1,6 @@
 """What an evaluation asks of the servers, writes down and reports."""
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -14,9 +15,9 @@ from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
 from megatron_a3po.rollout.evaluator import Evaluator
-from megatron_a3po.rollout.rewarder import Rewarder
+from megatron_a3po.rollout.rewarder import Rewarder, Shaping
 from megatron_a3po.rollout.sampler import Sampler, Sampling
-from megatron_a3po.rollout.shaping import Shaping
+from megatron_a3po.runtime.waiting import REAL, Clock
 from tests.support.scripted_server import ScriptedServer
 
 LONG, SHORT = 5, 3
@@ -60,12 +61,13 @@ async def pool(server: ScriptedServer) -> AsyncIterator[ServerPool]:
     await pool.close()
 
 
-def evaluator(pool: ServerPool, folder: Path, sampling: Sampling, max_failed_share: float = 0.2) -> Evaluator:
+def evaluator(
+    pool: ServerPool, folder: Path, sampling: Sampling, max_failed_share: float = 0.2, clock: Clock = REAL
+) -> Evaluator:
     training = Sampling(num_samples=8, max_new_tokens=99, temperature=1.0)
     sampler = Sampler(pool, Digits(), training, max_in_flight=16)
-    return Evaluator(
-        DATASETS, sampler, Rewarder(ByNumber(), SHAPING, max_failed_share=max_failed_share), sampling, folder
-    )
+    rewarder = Rewarder(ByNumber(), SHAPING, max_failed_share=max_failed_share)
+    return Evaluator(DATASETS, sampler, rewarder, sampling, folder, clock)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -137,9 +139,10 @@ async def test_an_evaluation_that_fails_leaves_no_summary(pool: ServerPool, tmp_
 
 
 async def test_long_evaluations_say_how_far_they_are(
-    server: ScriptedServer, pool: ServerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    pool: ServerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("megatron_a3po.rollout.evaluator._HEARTBEAT_SECONDS", 0.0)
     caplog.set_level("INFO", "megatron_a3po")
-    await evaluator(pool, tmp_path, Sampling(num_samples=2, max_new_tokens=SHORT, temperature=1.0)).evaluate("a")
+    hours = Clock(now=itertools.count(step=3600.0).__next__)
+    sampling = Sampling(num_samples=2, max_new_tokens=SHORT, temperature=1.0)
+    await evaluator(pool, tmp_path, sampling, clock=hours).evaluate("a")
     assert "evaluating sums: 2 of 12 responses" in caplog.text and "evaluating words: 258 of 260" in caplog.text

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from megatron_a3po.algorithm.advantage import compute_advantages
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import RewardError
 from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.rewards.scorers import TaskSpec
+from megatron_a3po.rollout.rank_zero import shaping, worker_settings
+from megatron_a3po.rollout.rewarder import Shaping
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
@@ -62,6 +66,58 @@ def config(tmp_path: Path, server: ScriptedServer) -> RunConfig:
             scorer="tests.support.reward_functions:wrong_for_odd_rows", max_failed_share=0.5, length_penalty=0.5
         ),
         rollout=RolloutConfig(servers=[server.url], prompts_per_step=PROMPTS, group_size=GROUP_SIZE, max_new_tokens=4),
+    )
+
+
+def test_a_scorer_that_does_not_exist_ends_the_run_before_its_first_training_step(
+    config: RunConfig, server: ScriptedServer, gloo_group: dist.ProcessGroup
+) -> None:
+    reward = config.reward.model_copy(update={"scorer": "no_such_module:f"})
+    mistaken = config.model_copy(update={"reward": reward})
+
+    def first_batch() -> None:
+        with RolloutSource(mistaken, rank=0, gloo_group=gloo_group, timer=PhaseTimer()) as source:
+            start(source, server)  # raises if the worker has tried to import it by then
+            source.next_batch()
+
+    with pytest.raises(RewardError, match=r"reward\.scorer = 'no_such_module:f'.* PYTHONPATH"):
+        first_batch()
+
+
+@pytest.mark.parametrize(
+    ("data", "scorer", "expected"),
+    [
+        ({"task": "spell_backward", "task_options": {"min_word_len": 6}}, "auto", "task"),
+        ({"path": "sums.jsonl"}, "auto", "math"),
+        ({"task": "spell_backward"}, "math", "math"),
+    ],
+)
+def test_a_run_of_a_task_is_rewarded_by_the_task_and_one_of_a_dataset_by_mathematics(
+    data: dict[str, Any], scorer: str, expected: str
+) -> None:
+    spec = worker_settings(run_config(data, scorer=scorer)).spec
+    task = TaskSpec(name=data["task"], options=data.get("task_options", {})) if "task" in data else None
+    assert (spec.scorer, spec.task) == (expected, task)
+
+
+def test_the_penalties_and_limits_are_those_of_the_configuration() -> None:
+    reward = {"format_pattern": "x", "format_penalty": 0.5, "length_penalty": 0.25, "timeout_seconds": 7}
+    made = run_config({"task": "spell_backward"}, **reward, max_workers=3, worker_memory_bytes=None)
+
+    assert shaping(made) == Shaping(max_new_tokens=50, format_penalty=0.5, length_penalty=0.25)
+    settings = worker_settings(made)
+    assert (settings.timeout_seconds, settings.max_workers, settings.memory_bytes) == (7, 3, None)
+    assert settings.spec.format_pattern == "x" and settings.log_file == Path("r/logs/rewards.log")
+
+
+def run_config(data: dict[str, Any], **reward: Any) -> RunConfig:
+    return RunConfig(
+        model=Path("m"),
+        run_dir=Path("r"),
+        num_steps=1,
+        data=DataConfig(**data),
+        reward=RewardConfig(**reward),
+        rollout=RolloutConfig(max_new_tokens=50),
     )
 
 

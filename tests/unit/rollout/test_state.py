@@ -391,7 +391,7 @@ class Run:
         taken = []
         for _ in range(count):
             await asyncio.wait_for(self._collector.batch_complete(), 60.0)
-            taken.append(plain(await self._collector.take_batch()))
+            taken.append(plain(self._collector.take_batch()))
             self._collector.set_version(self.buffer.version + 1)
         return taken
 
