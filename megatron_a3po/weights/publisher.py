@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_a3po.errors import A3poError, PublishError
 from megatron_a3po.fleet.publication import CallBack, Fleet, Members
-from megatron_a3po.parallel.agreement import EXPECTED, describe, problem_of
+from megatron_a3po.parallel.agreement import EXPECTED, describe, on_rank_zero, problem_of
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
@@ -168,12 +168,10 @@ class WeightPublisher:
 
         Returns why that failed, the same on every rank, or None.
         """
-        members, reason = broadcast_json(self._settle_members(call_back), self._gloo_group)
-        if reason is None:
-            # Its errors are the same on all ranks.
-            reason = problem_of(lambda: transport.prepare(Members(**members)))
+        # Errors of both are the same on all ranks.
+        reason = problem_of(lambda: transport.prepare(self._settle_members(call_back)))
         if reason is not None:
-            return str(reason)
+            return reason
         name = f"publication {next(_publication_numbers)}"
         messages, of_sender, of_announcer = (StoreMessages(store, name) for store in self._stores)
         announcer = None
@@ -192,14 +190,16 @@ class WeightPublisher:
             told.forget()
         return next((text for text in reasons if text is not None), None)
 
-    def _settle_members(self, call_back: CallBack) -> tuple[dict[str, Any], str | None]:
-        """Return on rank 0 which servers take part, or why they are too few."""
-        fleet = self._fleet
-        if fleet is None:
-            return {}, None
-        if (reason := problem_of(lambda: fleet.settle_members(call_back=call_back))) is not None:
-            return {}, reason
-        return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership)), None
+    def _settle_members(self, call_back: CallBack) -> Members:
+        """Return which servers take part. Collective. Raises PublishError on every rank when they are too few."""
+
+        def settle() -> dict[str, Any]:
+            fleet = self._fleet
+            assert fleet is not None
+            fleet.settle_members(call_back=call_back)
+            return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership))
+
+        return Members(**on_rank_zero(settle, self._gloo_group))
 
     def _collect_and_send(self, transport: Transport, messages: StoreMessages, of_sender: StoreMessages) -> None:
         """Take part in collecting every bucket, and send this rank's own buckets.
@@ -266,5 +266,4 @@ class WeightPublisher:
 
     def _enough_answer(self) -> bool:
         """Return whether a fallback may help: enough servers answer, those in quarantine included."""
-        _, reason = broadcast_json(self._settle_members("all"), self._gloo_group)
-        return reason is None
+        return problem_of(lambda: self._settle_members("all")) is None
