@@ -17,13 +17,11 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument("output", type=Path, help="SVG file to write")
     options = parser.parse_args()
-    try:
-        picture = learning_curve(options.run_dir)
-    except FileNotFoundError as error:
-        print(f"error: {options.run_dir}: no run in this folder ({error.filename} is missing)", file=sys.stderr)
+    if not (options.run_dir / "metrics.jsonl").exists():
+        print(f"error: {options.run_dir}: no run in this folder (metrics.jsonl is missing)", file=sys.stderr)
         return 2
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(picture, encoding="utf-8")
+    options.output.write_text(learning_curve(options.run_dir), encoding="utf-8")
     return 0
 
 
