@@ -112,18 +112,6 @@ class Alignment:
         return -(-length // self.sequence_multiple) * self.sequence_multiple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossOutput:
-    """The loss of one microbatch, and what is worth knowing about it."""
-
-    loss_sum: Tensor
-    """[] float32 with graph: the masked sum over tokens. The caller divides by the whole batch's loss tokens."""
-    sums: Tensor
-    """[len(diagnostics.SUMS)] float64, detached; add over microbatches and ranks"""
-    maxima: Tensor
-    """[len(diagnostics.MAXIMA)] float64, detached; take the maximum over microbatches and ranks"""
-
-
 def update_group_name(run_id: str, number: int) -> str:
     """Name of a weight-update group at the servers. A name cannot be used twice in one process, nor by two runs."""
     return f"megatron_a3po_{run_id}_{number}"

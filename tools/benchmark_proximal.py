@@ -99,7 +99,7 @@ def main() -> int:
 
     from megatron_a3po.algorithm.objective import Objective
 
-    objectives = {method: Objective(config) for method, config in configs.items()}
+    objectives = {method: Objective(**config.objective_options()) for method, config in configs.items()}
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
     shares: dict[str, list[float]] = {method: [] for method in METHODS}
     for repeat in range(arguments.repeats + 1):

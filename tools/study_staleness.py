@@ -47,6 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from megatron_a3po.algorithm.advantage import compute_advantages
+from megatron_a3po.algorithm.diagnostics import as_numbers
 from megatron_a3po.algorithm.objective import Objective
 from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import A3poError
@@ -170,9 +171,9 @@ def backward(objective: Objective, model: Any, samples: Samples, batch: Microbat
         with torch.no_grad():
             batch = replace(batch, recomputed_logprobs=response_logprobs(model, samples)[0])
     logprobs, entropy = response_logprobs(model, samples)
-    loss_sum, (sums, maxima) = objective(logprobs, entropy, batch, version)
+    loss_sum, totals = objective(logprobs, entropy, batch, version)
     (loss_sum / batch.loss_mask.sum()).backward()
-    return objective.metrics(sums.tolist(), maxima.tolist())
+    return objective.metrics(as_numbers(totals))
 
 
 def train(bench: Workbench, config: RunConfig) -> tuple[dict[int, float], list[dict[str, float]]]:
@@ -181,7 +182,7 @@ def train(bench: Workbench, config: RunConfig) -> tuple[dict[int, float], list[d
     options, group_size = config.optimizer, config.rollout.group_size
     betas, decay = (options.adam_beta1, options.adam_beta2), options.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, betas, options.adam_eps, decay)
-    objective = Objective(config)
+    objective = Objective(**config.objective_options())
     generator = torch.Generator().manual_seed(config.seed)
     group_ids = torch.arange(config.rollout.prompts_per_step).repeat_interleave(group_size)
     versions = deque([copy.deepcopy(model.state_dict())], maxlen=config.max_staleness + 1)

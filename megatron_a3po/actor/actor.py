@@ -19,18 +19,21 @@ from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
 from megatron_a3po.actor.precision import refuse_missing_fp8
 from megatron_a3po.actor.reference import ReferenceWeights
 from megatron_a3po.actor.summary import startup_summary
-from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective
+from megatron_a3po.algorithm.diagnostics import Totals, combine_numbers, combine_tensors
+from megatron_a3po.algorithm.objective import MAXIMUM_NAMES, PROXIMAL_SECONDS, SUM_NAMES, Objective
 from megatron_a3po.batching.balance import assign_microbatches
 from megatron_a3po.batching.packing import pack, split_groups
 from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import PublishError, TrainingError
-from megatron_a3po.parallel.reduce import reduce_statistics, sum_over_group
+from megatron_a3po.parallel.reduce import reduce_named, sum_over_group
 from megatron_a3po.preflight.check_layout import token_multiple
 from megatron_a3po.preflight.load import load_architecture
 from megatron_a3po.preflight.memory import choose_output_layer
 from megatron_a3po.runtime.logging import logger
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Alignment, Microbatch, Trajectory
+
+_DIFFERENCE = "logprob_difference"
 
 
 class PolicyActor:
@@ -52,7 +55,7 @@ class PolicyActor:
         self.model: PolicyModel = build_model(config, fusions)
         groups = self.model.groups
         self.optimizer = PolicyOptimizer(config, self.model.chunks, groups)
-        self.objective = Objective(config, sum_over_group(groups.cp))
+        self.objective = Objective(**config.objective_options(), sum_over_ranks=sum_over_group(groups.cp))
         self._reference = ReferenceWeights(self.model.chunks) if config.algorithm.kl_coefficient > 0 else None
         self._head = self._build_head()
         self._alignment = Alignment(
@@ -88,18 +91,15 @@ class PolicyActor:
         with self._timer.phase("train"):
             minibatches = self._with_forward_passes(self._minibatches(trajectories, advantages))
             steps: list[StepResult] = []
-            sums, maxima = [0.0] * NUM_SUMS, [0.0] * (NUM_MAXIMA + 1)
+            totals: list[Totals[float]] = []
             for number, microbatches in enumerate(minibatches):
-                more_sums, more_maxima = self._forward_backward(microbatches, fresh_staleness=min(number, 1))
-                part = self.objective.metrics(more_sums, more_maxima[:-1])
+                totals.append(self._forward_backward(microbatches, fresh_staleness=min(number, 1)))
+                part = self.objective.metrics(totals[-1])
                 self._refuse_nonfinite(part)
                 steps.append(self.optimizer.step() if part["loss_tokens"] else self.optimizer.skip())
-                sums = [a + b for a, b in zip(sums, more_sums, strict=True)]
-                maxima = [max(a, b) for a, b in zip(maxima, more_maxima, strict=True)]
             self.optimizer.finish_parameter_gather()
         self.version += 1
-        return self.objective.metrics(sums, maxima[:-1]) | {
-            "proximal_seconds": maxima[-1],
+        return self.objective.metrics(combine_numbers(totals)) | {
             "gradient_norm": max(step.gradient_norm for step in steps),
             "learning_rate": steps[-1].learning_rate,
             "skipped_steps": sum(not step.updated for step in steps),
@@ -148,16 +148,13 @@ class PolicyActor:
     def _logprob_difference(self, trajectories: Sequence[Trajectory]) -> float:
         microbatches = self._microbatches(trajectories, torch.zeros(len(trajectories)))
 
-        def difference(logprobs: Tensor, _entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        def difference(logprobs: Tensor, _entropy: Tensor, microbatch: Microbatch) -> tuple[Tensor, Totals[Tensor]]:
             apart = (logprobs - microbatch.behaviour_logprobs).abs()
             largest = torch.where(microbatch.loss_mask, apart.nan_to_num(math.inf, posinf=math.inf), 0.0).amax()
-            return logprobs.sum(), largest.double()[None]
+            return logprobs.sum(), Totals(maxima={_DIFFERENCE: largest.double()})
 
         reports = self._run(microbatches, difference, forward_only=True)
-        nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
-        local = (nothing, torch.stack(reports).amax(0)) if reports else None
-        _, (largest,) = self._reduce(local, num_sums=0, num_maxima=1)
-        return largest
+        return self._reduce(reports, sums=(), maxima=(_DIFFERENCE,)).maxima[_DIFFERENCE]
 
     def _minibatches(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[list[Microbatch]]:
         """This data-parallel rank's share of each minibatch, packed."""
@@ -217,13 +214,8 @@ class PolicyActor:
             for microbatches in minibatches
         ]
 
-    def _forward_backward(
-        self, microbatches: list[Microbatch], *, fresh_staleness: int
-    ) -> tuple[list[float], list[float]]:
-        """Leaves the gradient of the minibatch in the model; returns the totals of the objective's reports over it.
-
-        The last maximum is the seconds that the proximal policy took so far.
-        """
+    def _forward_backward(self, microbatches: list[Microbatch], *, fresh_staleness: int) -> Totals[float]:
+        """Leave the gradient of the minibatch in the model, and return the objective's totals over it."""
         self.optimizer.zero_grad()
         reports = self._run(
             microbatches,
@@ -232,12 +224,10 @@ class PolicyActor:
             ),
             forward_only=False,
         )
-        local = None
         if reports:
-            largest = torch.stack([maxima for _, maxima in reports]).amax(0)
-            spent = largest.new_tensor([self.objective.proximal_seconds])
-            local = torch.stack([sums for sums, _ in reports]).sum(0), torch.cat([largest, spent])
-        return self._reduce(local, num_sums=NUM_SUMS, num_maxima=NUM_MAXIMA + 1)
+            spent = torch.tensor(self.objective.proximal_seconds, dtype=torch.float64, device=self._device)
+            reports = [*reports, Totals(maxima={PROXIMAL_SECONDS: spent})]
+        return self._reduce(reports, sums=SUM_NAMES, maxima=MAXIMUM_NAMES)
 
     def _refuse_nonfinite(self, metrics: dict[str, float]) -> None:
         limit = self._config.algorithm.max_nonfinite_share
@@ -252,13 +242,16 @@ class PolicyActor:
         return run_microbatches(self.model.chunks, microbatches, self._head, loss_function, forward_only=forward_only)
 
     def _reduce(
-        self, local: tuple[Tensor, Tensor] | None, *, num_sums: int, num_maxima: int
-    ) -> tuple[list[float], list[float]]:
-        return reduce_statistics(
-            local,
-            num_sums=num_sums,
-            num_maxima=num_maxima,
+        self, reports: Sequence[Totals[Tensor]], *, sums: Sequence[str], maxima: Sequence[str]
+    ) -> Totals[float]:
+        """Combine the reports of all microbatches on all ranks. reports: of the last pipeline stage, else empty."""
+        local = combine_tensors(reports)
+        total, largest = reduce_named(
+            (local.sums, local.maxima) if reports else None,
+            sums=sums,
+            maxima=maxima,
             data_group=self.model.groups.dp_cp,
             pipeline_group=self.model.groups.pp,
             device=self._device,
         )
+        return Totals(sums=total, maxima=largest)

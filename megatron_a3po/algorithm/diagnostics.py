@@ -1,8 +1,8 @@
-"""What a training step says about its tokens: named sums and maxima that combine over microbatches and ranks."""
+"""Measure a training step's tokens: named sums and maxima that combine over microbatches and ranks."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +31,42 @@ MAXIMA = ("loss_staleness_max", "importance_weight_max", "ratio_max", "fresh_log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Totals[Value: (Tensor, float)]:
+    """Sums and maxima by name: [] float64 tensors of a microbatch, or numbers of a whole batch.
+
+    A name that is missing stands for 0.
+    """
+
+    sums: Mapping[str, Value] = field(default_factory=dict)
+    maxima: Mapping[str, Value] = field(default_factory=dict)
+
+
+def as_numbers(totals: Totals[Tensor]) -> Totals[float]:
+    """Copy totals to the host."""
+    sums, maxima = ({name: float(value) for name, value in part.items()} for part in (totals.sums, totals.maxima))
+    return Totals(sums=sums, maxima=maxima)
+
+
+def combine_tensors(parts: Iterable[Totals[Tensor]]) -> Totals[Tensor]:
+    """Add the sums of several microbatches by name, and take the largest of their maxima."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for part in parts:
+        sums |= {name: sums[name] + value if name in sums else value for name, value in part.sums.items()}
+        for name, value in part.maxima.items():
+            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+    return Totals(sums=sums, maxima=maxima)
+
+
+def combine_numbers(parts: Sequence[Totals[float]]) -> Totals[float]:
+    """Add the sums of several minibatches by name, and take the largest of their maxima."""
+    return Totals(
+        sums={name: sum(part.sums.get(name, 0.0) for part in parts) for part in parts for name in part.sums},
+        maxima={name: max(part.maxima.get(name, 0.0) for part in parts) for part in parts for name in part.maxima},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTerms:
     """The loss's terms per token, all [tokens] and detached; in tokens that are not `used`, finite but meaningless."""
 
@@ -49,8 +85,8 @@ class TokenTerms:
     dual_clipped: Tensor
 
 
-def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[Tensor, Tensor]:
-    """([len(SUMS)], [len(MAXIMA)]) float64 over the microbatch."""
+def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> Totals[Tensor]:
+    """Return the totals of one microbatch, under the names in `SUMS` and `MAXIMA`."""
     used = terms.used
     log_ratio = terms.target_logprobs - terms.behaviour_logprobs
     log_rho = log_ratio.clamp(-max_log_ratio, max_log_ratio).double()
@@ -66,43 +102,44 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> tuple[
     def largest(values: Tensor, where: Tensor = used) -> Tensor:
         return torch.maximum(torch.where(where, values.double(), 0.0).amax(), zero) if values.numel() else zero
 
-    sums = (
-        loss_sum.double(),
-        terms.loss_mask.sum().double(),
-        used.sum().double(),
-        (terms.loss_mask & ~used).sum().double(),
-        (used & (difference > max_log_ratio)).sum().double(),
-        fresh.sum().double(),
-        total(staleness),
-        total(terms.importance_weight),
-        terms.capped.sum().double(),
-        total(terms.ratio),
-        terms.clipped_low.sum().double(),
-        terms.clipped_high.sum().double(),
-        terms.dual_clipped.sum().double(),
-        total(-log_rho),
-        total(rho - 1 - log_rho),
-        total(rho),
-        total(rho**2),
-        total(difference, fresh),
+    return Totals(
+        sums={
+            "loss": loss_sum.double(),
+            "loss_tokens": terms.loss_mask.sum().double(),
+            "used_tokens": used.sum().double(),
+            "nonfinite_tokens": (terms.loss_mask & ~used).sum().double(),
+            "clamped_tokens": (used & (difference > max_log_ratio)).sum().double(),
+            "fresh_tokens": fresh.sum().double(),
+            "staleness": total(staleness),
+            "importance_weight": total(terms.importance_weight),
+            "capped_tokens": terms.capped.sum().double(),
+            "ratio": total(terms.ratio),
+            "clipped_low_tokens": terms.clipped_low.sum().double(),
+            "clipped_high_tokens": terms.clipped_high.sum().double(),
+            "dual_clipped_tokens": terms.dual_clipped.sum().double(),
+            "kl_k1": total(-log_rho),
+            "kl_k3": total(rho - 1 - log_rho),
+            "target_over_behaviour": total(rho),
+            "target_over_behaviour_squared": total(rho**2),
+            "fresh_logprob_difference": total(difference, fresh),
+        },
+        maxima={
+            "loss_staleness_max": largest(staleness),
+            "importance_weight_max": largest(terms.importance_weight),
+            "ratio_max": largest(terms.ratio),
+            "fresh_logprob_difference_max": largest(difference, fresh),
+        },
     )
-    maxima = (
-        largest(staleness),
-        largest(terms.importance_weight),
-        largest(terms.ratio),
-        largest(difference, fresh),
-    )
-    return torch.stack(sums), torch.stack(maxima)
 
 
-def summarize(sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float]:
-    """Readable metrics of one training step from the totals over all microbatches and data-parallel ranks.
+def summarize(totals: Totals[float]) -> dict[str, float]:
+    """Return readable metrics of one training step from the totals over all microbatches and data-parallel ranks.
 
     KL(behaviour || target) as the estimators k1 = -log rho and k3 = rho - 1 - log rho, where rho is
     pi_target / pi_behaviour on tokens of the behaviour policy; effective sample size of rho as a share of the tokens.
     In all three the log of rho is cut to what `measure` was given; "clamped_tokens" says how often.
     """
-    total = dict(zip(SUMS, sums, strict=True))
+    total = totals.sums
     tokens = total["loss_tokens"]
     used = max(total["used_tokens"], 1.0)
     squared = total["target_over_behaviour_squared"]
@@ -127,4 +164,4 @@ def summarize(sums: Sequence[float], maxima: Sequence[float]) -> dict[str, float
     metrics["clipped_share"] = (
         metrics["clipped_low_share"] + metrics["clipped_high_share"] + metrics["dual_clipped_share"]
     )
-    return metrics | dict(zip(MAXIMA, maxima, strict=True))
+    return metrics | {name: totals.maxima[name] for name in MAXIMA}

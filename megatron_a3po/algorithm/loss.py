@@ -1,20 +1,30 @@
 """The A-3PO loss (arXiv 2512.06547): decoupled PPO around a proximal policy that needs no forward pass of its own."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_a3po.algorithm.diagnostics import TokenTerms, measure
+from megatron_a3po.algorithm.diagnostics import TokenTerms, Totals, measure
 from megatron_a3po.algorithm.proximal import proximal_logprobs
-from megatron_a3po.types import LossOutput
 
 Level = Literal["token", "sequence"]
 MAX_LOG_RATIO = 20.0
 """Beyond e^20 between target and behaviour, both ratios are those of where the line between them reaches it, so that
 their product and float32 stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """The loss of one microbatch, and what is worth knowing about it."""
+
+    loss_sum: Tensor
+    """[] float32 with graph: the masked sum over tokens. The caller divides by the whole batch's loss tokens."""
+    totals: Totals[Tensor]
+    """detached"""
 
 
 def a3po_loss(
@@ -123,8 +133,19 @@ def decoupled_ppo_loss(
         clipped_high=(advantage > 0) & (r > 1 + clip_epsilon_high),
         dual_clipped=dual_clipped,
     )
-    sums, maxima = measure(terms, loss_sum.detach(), MAX_LOG_RATIO)
-    return LossOutput(loss_sum=loss_sum, sums=sums, maxima=maxima)
+    return LossOutput(loss_sum=loss_sum, totals=measure(terms, loss_sum.detach(), MAX_LOG_RATIO))
+
+
+def kl_to_reference(
+    target_logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k3"] = "k3"
+) -> Tensor:
+    """Estimate KL(target || reference) per token; returns [tokens] float32 with gradient.
+
+    k1 = log pi_target - log pi_reference; k3 = rho - 1 - log rho with rho = pi_reference / pi_target, which is never
+    negative and varies less (Schulman, "Approximating KL divergence"; DeepSeekMath, arXiv 2402.03300, eq. 4).
+    """
+    log_rho = reference_logprobs.detach() - target_logprobs
+    return -log_rho if estimator == "k1" else bounded_exp(log_rho) - 1 - log_rho
 
 
 def _cap(

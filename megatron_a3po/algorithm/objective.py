@@ -1,20 +1,20 @@
-"""From a microbatch's log-probs to its loss, by the configured method, with everything worth reporting."""
+"""Compute the loss of a microbatch from its log-probs, by the chosen method, with everything worth reporting."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_a3po.algorithm import proximal
-from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
-from megatron_a3po.algorithm.loss import bounded_exp, decoupled_ppo_loss
-from megatron_a3po.algorithm.regularization import kl_to_reference
-from megatron_a3po.config import RunConfig
+from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, Totals, summarize
+from megatron_a3po.algorithm.loss import bounded_exp, decoupled_ppo_loss, kl_to_reference
+from megatron_a3po.algorithm.proximal import Anchor, Schedule
 from megatron_a3po.types import Microbatch
 
-_MORE_SUMS = (
+_MEANS = (
     "entropy",
     "behaviour_weight_mean",
     "kl_to_reference",
@@ -23,32 +23,46 @@ _MORE_SUMS = (
     "ratio_error",
 )
 """Reported as means over loss tokens; the errors are those of the approximation against a forward pass."""
-NUM_SUMS, NUM_MAXIMA = len(SUMS) + len(_MORE_SUMS), len(MAXIMA)
-
-Report = tuple[Tensor, Tensor]
-"""([NUM_SUMS], [NUM_MAXIMA]) float64"""
+PROXIMAL_SECONDS = "proximal_seconds"
+SUM_NAMES, MAXIMUM_NAMES = (*SUMS, *_MEANS), (*MAXIMA, PROXIMAL_SECONDS)
+"""Of all totals that an objective may report"""
 
 
 class Objective:
-    """The loss of one training step, by the configuration. Its only state is a clock."""
+    """The loss of one training step by the chosen method. Its only state is a clock."""
 
-    def __init__(self, config: RunConfig, sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values) -> None:
-        """`sum_over_ranks` adds up, differentiably, over the ranks that share the tokens of each sequence."""
-        self._config = config
+    def __init__(
+        self,
+        *,
+        proximal: str,
+        loss: Mapping[str, Any],
+        behaviour_weight: Schedule = "inverse",
+        fresh_anchor: Anchor = "target",
+        compare_with_recompute: bool = False,
+        entropy_coefficient: float = 0.0,
+        kl_coefficient: float = 0.0,
+        kl_estimator: Literal["k1", "k3"] = "k3",
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda values: values,
+    ) -> None:
+        """All but the last come from `RunConfig.objective_options`.
+
+        loss: options of `decoupled_ppo_loss`. sum_over_ranks adds up, differentiably, over the ranks that share the
+        tokens of each sequence.
+        """
+        self._method = proximal
+        self._loss_options = dict(loss)
+        self._schedule, self._anchor = behaviour_weight, fresh_anchor
+        self._entropy_coefficient, self._kl_coefficient = entropy_coefficient, kl_coefficient
+        self._kl_estimator = kl_estimator
         self._sum_over_ranks = sum_over_ranks
-        self._algorithm = config.algorithm
-        self._loss_options = config.algorithm.loss_options()
+        self.needs_recomputed_logprobs = proximal == "recompute" or compare_with_recompute
         self.proximal_seconds = 0.0
         """Host seconds spent on the proximal policy so far"""
 
-    @property
-    def needs_recomputed_logprobs(self) -> bool:
-        return self._config.proximal == "recompute" or self._algorithm.compare_with_recompute
-
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, microbatch: Microbatch, version: int, fresh_staleness: int = 0
-    ) -> tuple[Tensor, Report]:
-        """(sum of the losses of the tokens, report). `logprobs`, `entropy`: [tokens] float32 with graph.
+    ) -> tuple[Tensor, Totals[Tensor]]:
+        """Return the sum of the tokens' losses and its totals. `logprobs`, `entropy`: [tokens] float32 with graph.
 
         `fresh_staleness`, of tokens that `version` sampled, is 1 from the second optimizer step on a batch on: the
         weights have moved, and at 0 such a token would have no trust region.
@@ -68,35 +82,34 @@ class Objective:
             sum_over_ranks=self._sum_over_ranks,
             **self._loss_options,
         )
-        mask, algorithm = microbatch.loss_mask, self._algorithm
+        mask = microbatch.loss_mask
         more = {
             "entropy": torch.where(mask & entropy.isfinite(), entropy, 0.0).sum(),
             **self._weights(mask, staleness),
         }
         loss_sum = output.loss_sum
-        if algorithm.entropy_coefficient > 0:
-            loss_sum = loss_sum - algorithm.entropy_coefficient * more["entropy"]
+        if self._entropy_coefficient > 0:
+            loss_sum = loss_sum - self._entropy_coefficient * more["entropy"]
         if microbatch.reference_logprobs is not None:
             more["kl_to_reference"] = self._kl(logprobs, microbatch.reference_logprobs, mask)
-            loss_sum = loss_sum + algorithm.kl_coefficient * more["kl_to_reference"]
+            loss_sum = loss_sum + self._kl_coefficient * more["kl_to_reference"]
         if microbatch.recomputed_logprobs is not None:
             more |= _errors(logprobs.detach(), microbatch.behaviour_logprobs, p, microbatch.recomputed_logprobs, mask)
-        zero = torch.zeros((), dtype=torch.float64, device=mask.device)
-        sums = torch.stack([more.get(name, zero).detach().double() for name in _MORE_SUMS])
-        return loss_sum, (torch.cat([output.sums, sums]), output.maxima)
+        sums = {**output.totals.sums, **{name: value.detach().double() for name, value in more.items()}}
+        return loss_sum, Totals(sums=sums, maxima=output.totals.maxima)
 
-    def metrics(self, sums: list[float], maxima: list[float]) -> dict[str, float]:
-        """Readable metrics from the reports' totals over microbatches and ranks; what was not computed is left out."""
-        metrics = summarize(sums[: len(SUMS)], maxima)
+    def metrics(self, totals: Totals[float]) -> dict[str, float]:
+        """Return readable metrics from the totals over microbatches and ranks, without those that were not computed."""
+        metrics = summarize(totals)
         tokens = max(metrics["loss_tokens"], 1.0)
-        more = {name: value / tokens for name, value in zip(_MORE_SUMS, sums[len(SUMS) :], strict=True)}
-        return metrics | {name: value for name, value in more.items() if self._computes(name)}
+        means = {name: totals.sums.get(name, 0.0) / tokens for name in _MEANS if self._computes(name)}
+        return metrics | means | {PROXIMAL_SECONDS: totals.maxima.get(PROXIMAL_SECONDS, 0.0)}
 
     def _computes(self, name: str) -> bool:
         if name == "behaviour_weight_mean":
-            return self._config.proximal in proximal.INTERPOLATIONS
+            return self._method in proximal.INTERPOLATIONS
         if name == "kl_to_reference":
-            return self._algorithm.kl_coefficient > 0
+            return self._kl_coefficient > 0
         return name == "entropy" or self.needs_recomputed_logprobs
 
     @contextmanager
@@ -107,7 +120,7 @@ class Objective:
 
     def _proximal(self, logprobs: Tensor, microbatch: Microbatch, staleness: Tensor) -> Tensor:
         """log pi_proximal, [tokens] float32 without gradient."""
-        match self._config.proximal:
+        match self._method:
             case "recompute":
                 assert microbatch.recomputed_logprobs is not None
                 return microbatch.recomputed_logprobs
@@ -117,20 +130,18 @@ class Objective:
                 return microbatch.behaviour_logprobs
             case interpolation:
                 interpolate = proximal.INTERPOLATIONS[interpolation]
-        schedule, anchor = self._algorithm.behaviour_weight, self._algorithm.fresh_anchor
-        return interpolate(logprobs, microbatch.behaviour_logprobs, staleness, schedule, anchor)
+        return interpolate(logprobs, microbatch.behaviour_logprobs, staleness, self._schedule, self._anchor)
 
     def _weights(self, mask: Tensor, staleness: Tensor) -> dict[str, Tensor]:
-        if self._config.proximal not in proximal.INTERPOLATIONS:
+        if self._method not in proximal.INTERPOLATIONS:
             return {}
-        schedule, anchor = self._algorithm.behaviour_weight, self._algorithm.fresh_anchor
-        beta = proximal.behaviour_weight(torch.where(mask, staleness, 0), schedule, anchor)
+        beta = proximal.behaviour_weight(torch.where(mask, staleness, 0), self._schedule, self._anchor)
         return {"behaviour_weight_mean": torch.where(mask, beta, 0.0).sum()}
 
     def _kl(self, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
         used = mask & logprobs.isfinite() & reference_logprobs.isfinite()
         theta, reference = torch.where(used, logprobs, 0.0), torch.where(used, reference_logprobs, 0.0)
-        return kl_to_reference(theta, reference, self._algorithm.kl_estimator).sum()
+        return kl_to_reference(theta, reference, self._kl_estimator).sum()
 
 
 def _errors(theta: Tensor, b: Tensor, p: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -49,9 +49,14 @@ class AlgorithmConfig(Section):
     """A warning appears when in so many steps in a row equal rewards left every advantage 0."""
 
     def loss_options(self) -> dict[str, Any]:
-        """The keyword arguments of `algorithm.loss.decoupled_ppo_loss`."""
+        """Return the keyword arguments of `algorithm.loss.decoupled_ppo_loss`."""
         names = {"clip_epsilon_low", "clip_epsilon_high", "dual_clip", "ratio_level"}
         return self.model_dump(include=names | {"weight_cap", "weight_cap_mode", "weight_cap_level"})
+
+    def objective_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `algorithm.objective.Objective` that this section has."""
+        names = {"behaviour_weight", "fresh_anchor", "compare_with_recompute", "entropy_coefficient"}
+        return self.model_dump(include=names | {"kl_coefficient", "kl_estimator"}) | {"loss": self.loss_options()}
 
 
 class RolloutConfig(Section):
@@ -240,3 +245,7 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    def objective_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `algorithm.objective.Objective`."""
+        return self.algorithm.objective_options() | {"proximal": self.proximal}

@@ -1,6 +1,6 @@
-"""Sums over ranks: of statistics of the last pipeline stage, made known to every rank, and of parts of a loss."""
+"""Combine named statistics of the last pipeline stage over ranks, and add up parts of a loss over ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,30 +8,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def reduce_statistics(
-    local: tuple[Tensor, Tensor] | None,
+def reduce_named(
+    local: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None,
     *,
-    num_sums: int,
-    num_maxima: int,
+    sums: Sequence[str],
+    maxima: Sequence[str],
     data_group: dist.ProcessGroup,
     pipeline_group: dist.ProcessGroup,
     device: torch.device,
-) -> tuple[list[float], list[float]]:
-    """(sums, maxima) over all data-parallel ranks, equal on every rank.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the sums and maxima over all data-parallel ranks by name, equal on every rank.
 
-    `local`: ([num_sums], [num_maxima]) float64 on the last pipeline stage, None on the others. Collective over
-    `pipeline_group`, and on the last stage over `data_group` first (context-parallel ranks included).
+    `local`: [] float64 tensors on the last pipeline stage, None on the others; a name of `sums` or `maxima` that is
+    missing there counts as 0. Collective over `pipeline_group`, and on the last stage over `data_group` first
+    (context-parallel ranks included). Raises ValueError for a name that is neither in `sums` nor in `maxima`.
     """
-    sums = torch.zeros(num_sums, dtype=torch.float64, device=device)
-    maxima = torch.zeros(num_maxima, dtype=torch.float64, device=device)
+    totals = torch.zeros(len(sums), dtype=torch.float64, device=device)
+    largest = torch.zeros(len(maxima), dtype=torch.float64, device=device)
     if local is not None:
-        sums, maxima = local
-        dist.all_reduce(sums, group=data_group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=data_group)
-    both = torch.cat([sums, maxima])
+        totals, largest = _pack(local[0], sums, totals), _pack(local[1], maxima, largest)
+        dist.all_reduce(totals, group=data_group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=data_group)
+    both = torch.cat([totals, largest])
     dist.broadcast(both, group_src=pipeline_group.size() - 1, group=pipeline_group)
     values = both.tolist()
-    return values[:num_sums], values[num_sums:]
+    return (
+        dict(zip(sums, values[: len(sums)], strict=True)),
+        dict(zip(maxima, values[len(sums) :], strict=True)),
+    )
+
+
+def _pack(values: Mapping[str, Tensor], names: Sequence[str], zeros: Tensor) -> Tensor:
+    """Return the values in the order of `names`, in which every rank sends them."""
+    if unknown := values.keys() - set(names):
+        raise ValueError(f"no rank expects {sorted(unknown)}")
+    return torch.stack([values.get(name, zero) for name, zero in zip(names, zeros, strict=True)])
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -52,7 +63,7 @@ class _SumOverGroup(torch.autograd.Function):
 
 
 def sum_over_group(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """A differentiable all-reduce over `group`; the identity for None and for a group of one."""
+    """Return a differentiable all-reduce over `group`; the identity for None and for a group of one."""
     if group is None or group.size() == 1:
         return lambda values: values
     return lambda values: _SumOverGroup.apply(values, group)

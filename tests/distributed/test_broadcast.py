@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_a3po.parallel.broadcast import broadcast_trajectories
-from megatron_a3po.parallel.reduce import reduce_statistics
+from megatron_a3po.parallel.reduce import reduce_named
 from megatron_a3po.types import FinishReason, Trajectory
 from tests.distributed.launch import run_ranks
 
@@ -71,17 +71,22 @@ def _reduce() -> None:
     pipelines: list[Any] = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     local = None
     if rank >= 2:
-        sums = torch.tensor([0.5, 2.0**53, -float(rank)], dtype=torch.float64)
-        local = sums, torch.tensor([float(rank), -float(rank)], dtype=torch.float64)
-    sums_and_maxima = reduce_statistics(
+        values = {"half": 0.5, "large": 2.0**53, "negative": -float(rank)}
+        # In any order; a name that one rank lacks counts as 0 there.
+        sums = {name: torch.tensor(values[name], dtype=torch.float64) for name in sorted(values, reverse=rank == 3)}
+        if rank == 3:
+            sums["once"] = torch.tensor(7.0, dtype=torch.float64)
+        local = sums, {"rank": torch.tensor(float(rank), dtype=torch.float64)}
+    sums_and_maxima = reduce_named(
         local,
-        num_sums=3,
-        num_maxima=2,
+        sums=("once", "large", "negative", "half"),
+        maxima=("absent", "rank"),
         data_group=stages[rank // 2],
         pipeline_group=pipelines[rank % 2],
         device=torch.device("cpu"),
     )
 
-    assert sums_and_maxima == ([1.0, 2.0**54, -5.0], [3.0, -2.0]), sums_and_maxima
+    expected = {"once": 7.0, "large": 2.0**54, "negative": -5.0, "half": 1.0}, {"absent": 0.0, "rank": 3.0}
+    assert sums_and_maxima == expected, sums_and_maxima
     print(f"rank {rank} knows", flush=True)
     dist.destroy_process_group()

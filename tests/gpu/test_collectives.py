@@ -16,7 +16,7 @@ from aiohttp import web
 
 from megatron_a3po.errors import PublishError
 from megatron_a3po.parallel.layout import RankInfo, init_distributed
-from megatron_a3po.parallel.reduce import reduce_statistics
+from megatron_a3po.parallel.reduce import reduce_named
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.group import GroupTransport
@@ -157,13 +157,13 @@ def exchange(device: Device) -> None:
     assert everyone is not None
     alone = [dist.new_group([rank]) for rank in range(WORLD_SIZE)][info.rank]
     local = (
-        torch.tensor([1.0 + info.rank], device=where).double(),
-        torch.tensor([float(info.rank)], device=where).double(),
+        {"sum": torch.tensor(1.0 + info.rank, device=where).double()},
+        {"largest": torch.tensor(float(info.rank), device=where).double()},
     )
-    sums, maxima = reduce_statistics(
-        local, num_sums=1, num_maxima=1, data_group=everyone, pipeline_group=alone, device=where
+    sums, maxima = reduce_named(
+        local, sums=("sum",), maxima=("largest",), data_group=everyone, pipeline_group=alone, device=where
     )
-    assert (sums, maxima) == ([3.0], [1.0])
+    assert (sums, maxima) == ({"sum": 3.0}, {"largest": 1.0})
 
     assert dist.get_backend(gloo_group) == "gloo"
     said = [torch.zeros(1, dtype=torch.int64) for _ in range(WORLD_SIZE)]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective, Report
+from megatron_a3po.algorithm.diagnostics import Totals, as_numbers
+from megatron_a3po.algorithm.objective import Objective
 from megatron_a3po.batching.packing import pack
 from megatron_a3po.config import RunConfig
 from megatron_a3po.types import Alignment, FinishReason, Microbatch, Trajectory
@@ -28,13 +29,13 @@ class Result:
     loss: Tensor
     on_logprobs: Tensor
     on_entropy: Tensor | None
-    report: Report
+    report: Totals[float]
     metrics: dict[str, float]
 
 
 def objective(proximal: str, **algorithm: Any) -> Objective:
     described = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"task": "t"}, "proximal": proximal}
-    return Objective(RunConfig.model_validate(described | {"algorithm": algorithm}))
+    return Objective(**RunConfig.model_validate(described | {"algorithm": algorithm}).objective_options())
 
 
 def trajectories() -> list[Trajectory]:
@@ -73,13 +74,13 @@ def run(loss: Objective, microbatch: Microbatch, logprobs: Tensor, entropy: Tens
     leaves = logprobs.clone().requires_grad_(), entropy.clone().requires_grad_()
     value, report = loss(*leaves, microbatch, VERSION)
     on_logprobs, on_entropy = torch.autograd.grad(value, leaves, allow_unused=True)
-    assert on_logprobs is not None and report[0].shape == (NUM_SUMS,) and report[1].shape == (NUM_MAXIMA,)
+    assert on_logprobs is not None
     return Result(
         loss=value.detach(),
         on_logprobs=on_logprobs,
         on_entropy=on_entropy,
-        report=report,
-        metrics=loss.metrics(report[0].tolist(), report[1].tolist()),
+        report=as_numbers(report),
+        metrics=loss.metrics(as_numbers(report)),
     )
 
 

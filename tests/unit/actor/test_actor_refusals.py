@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_a3po import cpu
+from megatron_a3po.algorithm.diagnostics import Totals
 from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import TrainingError
 from megatron_a3po.runtime.timing import PhaseTimer
@@ -36,17 +37,16 @@ class Optimizer:
 
 
 class Objective:
-    """The sums are the metrics: [loss tokens, tokens that are not finite]."""
+    """The sums are the metrics."""
 
-    def metrics(self, sums: list[float], _maxima: list[float]) -> dict[str, float]:
-        return {"loss_tokens": sums[0], "nonfinite_tokens": sums[1]}
+    def metrics(self, totals: Totals[float]) -> dict[str, float]:
+        return dict(totals.sums)
 
 
 def actor(*minibatches: tuple[float, float]) -> Any:
     """One whose minibatches have these (loss tokens, tokens that are not finite)."""
     cpu.install()
     from megatron_a3po.actor.actor import PolicyActor
-    from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS
 
     made: Any = object.__new__(PolicyActor)
     made._config = RunConfig.model_validate({"model": "m", "run_dir": "r", "num_steps": 1, "data": {"task": "t"}})
@@ -55,10 +55,8 @@ def actor(*minibatches: tuple[float, float]) -> Any:
     remaining = iter(minibatches)
     made._minibatches = lambda *_: [[] for _ in minibatches]
     made._with_forward_passes = lambda parts: parts
-    made._forward_backward = lambda *_, **__: (
-        [*next(remaining), *[0.0] * (NUM_SUMS - 2)],
-        [0.0] * (NUM_MAXIMA + 1),
-    )
+    names = ("loss_tokens", "nonfinite_tokens")
+    made._forward_backward = lambda *_, **__: Totals(sums=dict(zip(names, next(remaining), strict=True)))
     return made
 
 

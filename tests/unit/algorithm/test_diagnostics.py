@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_a3po.algorithm.diagnostics import MAXIMA, SUMS, summarize
-from megatron_a3po.algorithm.loss import a3po_loss
-from megatron_a3po.types import LossOutput
+from megatron_a3po.algorithm.diagnostics import (
+    MAXIMA,
+    SUMS,
+    Totals,
+    as_numbers,
+    combine_numbers,
+    combine_tensors,
+    summarize,
+)
+from megatron_a3po.algorithm.loss import LossOutput, a3po_loss
 
 OPTIONS: dict[str, Any] = {
     "clip_epsilon_low": 0.2,
@@ -79,7 +86,7 @@ def test_every_metric_equals_its_definition_over_the_used_tokens() -> None:
         "fresh_logprob_difference_max": apart[d == 0].max(),
     }
     output = measured(data)
-    metrics = summarize(output.sums.tolist(), output.maxima.tolist())
+    metrics = summarize(as_numbers(output.totals))
 
     assert metrics == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
     assert all(metrics[name] > 0 for name in metrics if name not in ("clamped_tokens", "kl_k1", "loss"))
@@ -90,27 +97,28 @@ def test_sums_add_up_and_maxima_combine_over_any_split_of_the_tokens() -> None:
     whole = measured(data)
     parts = [measured({name: tensor[part] for name, tensor in data.items()}) for part in SPLITS]
 
-    sums = torch.stack([part.sums for part in parts]).sum(0)
-    torch.testing.assert_close(sums[1:], whole.sums[1:], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(sums[0], whole.sums[0], rtol=1e-6, atol=1e-6)  # the loss itself is float32
-    assert torch.equal(torch.stack([part.maxima for part in parts]).amax(0), whole.maxima)
-    assert whole.sums.dtype == whole.maxima.dtype == torch.float64
+    for combined in (
+        as_numbers(combine_tensors(part.totals for part in parts)),
+        combine_numbers([as_numbers(part.totals) for part in parts]),
+    ):
+        sums, expected = dict(combined.sums), dict(as_numbers(whole.totals).sums)
+        assert sums.pop("loss") == pytest.approx(expected.pop("loss"), rel=1e-6, abs=1e-6)  # the loss is float32
+        assert sums == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert combined.maxima == as_numbers(whole.totals).maxima
+    assert {value.dtype for value in [*whole.totals.sums.values(), *whole.totals.maxima.values()]} == {torch.float64}
 
 
 SPLITS = [slice(0, 1), slice(1, 1), slice(1, 250), slice(250, 400)]
 
 
-def test_the_names_are_as_many_as_the_numbers_and_distinct() -> None:
-    output = measured(tokens(3))
+def test_every_total_has_a_name_that_all_ranks_know() -> None:
+    totals = measured(tokens(3)).totals
 
-    assert len(output.sums) == len(SUMS) == len(set(SUMS))
-    assert len(output.maxima) == len(MAXIMA) == len(set(MAXIMA))
-    with pytest.raises(ValueError):
-        summarize([0.0] * (len(SUMS) - 1), [0.0] * len(MAXIMA))
+    assert totals.sums.keys() == set(SUMS) and totals.maxima.keys() == set(MAXIMA)
 
 
 def test_a_batch_without_loss_tokens_has_defined_metrics_and_no_effective_sample() -> None:
-    metrics = summarize([0.0] * len(SUMS), [0.0] * len(MAXIMA))
+    metrics = summarize(Totals(sums=dict.fromkeys(SUMS, 0.0), maxima=dict.fromkeys(MAXIMA, 0.0)))
 
     assert math.isnan(metrics.pop("effective_sample_share"))
     assert set(metrics.values()) == {0.0}
@@ -120,7 +128,7 @@ def test_log_ratios_over_20_count_once_and_enter_the_ratio_cut() -> None:
     theta = torch.tensor([29.0, -31.0, 18.0])
     zeros, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
     output = a3po_loss(theta, zeros, zeros.long(), zeros, mask, clip_epsilon_low=0.2, clip_epsilon_high=0.2)
-    sums = dict(zip(SUMS, output.sums.tolist(), strict=True))
+    sums = as_numbers(output.totals).sums
 
     assert sums["clamped_tokens"] == 2
     assert sums["target_over_behaviour"] == pytest.approx(math.exp(20) + math.exp(-20) + math.exp(18))
@@ -133,7 +141,7 @@ def test_one_token_of_no_probability_at_all_does_not_drown_the_divergence_of_the
     b, theta, ones = torch.full((1000,), -1.0), torch.full((1000,), -1.1), torch.ones(1000)
     b[3] = torch.finfo(torch.float32).min  # what stands for minus infinity in some servers
     output = a3po_loss(theta, b, ones.long(), ones, ones.bool(), clip_epsilon_low=0.2, clip_epsilon_high=0.2)
-    metrics = summarize(output.sums.tolist(), output.maxima.tolist())
+    metrics = summarize(as_numbers(output.totals))
 
     assert metrics["clamped_tokens"] == 1
     assert metrics["kl_k1"] == pytest.approx((999 * 0.1 - 20) / 1000, rel=1e-6)

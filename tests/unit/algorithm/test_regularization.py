@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_a3po.actor.reference import ReferenceWeights
-from megatron_a3po.algorithm.regularization import kl_to_reference
+from megatron_a3po.algorithm.loss import kl_to_reference
 
 seeded = settings(max_examples=40, deadline=None, derandomize=True)
 LOGPROB = st.floats(-12, 0, width=32)

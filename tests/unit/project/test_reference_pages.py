@@ -3,7 +3,8 @@
 import ast
 import re
 
-from megatron_a3po.algorithm.objective import NUM_MAXIMA, NUM_SUMS, Objective
+from megatron_a3po.algorithm.diagnostics import Totals
+from megatron_a3po.algorithm.objective import MAXIMUM_NAMES, SUM_NAMES, Objective
 from megatron_a3po.config import RunConfig
 from megatron_a3po.rollout.evaluator import DatasetResult
 from tests.support.documented_metrics import DOCUMENTED, undocumented
@@ -36,7 +37,9 @@ def test_what_the_objective_says_with_every_option_is_explained() -> None:
     config = RunConfig.model_validate(
         {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"task": "-"}, "algorithm": algorithm}
     )
-    metrics = Objective(config).metrics([1.0] * NUM_SUMS, [1.0] * NUM_MAXIMA)
+    metrics = Objective(**config.objective_options()).metrics(
+        Totals(sums=dict.fromkeys(SUM_NAMES, 1.0), maxima=dict.fromkeys(MAXIMUM_NAMES, 1.0))
+    )
     assert len(metrics) > 25
     assert undocumented([metrics]) == set()
 
