@@ -1,7 +1,8 @@
-"""Checkpoints of a run: everything that it needs to go on as if it had never been killed.
+"""Save and load everything that a run needs to continue as if it had never been killed.
 
-Beside Megatron's files (`actor/megatron_state.py`) a checkpoint holds `rollouts.safetensors` (`rollout/state.py`)
-and `config.resolved.yaml`; `checkpoint/store.py` makes it appear whole or not at all.
+A checkpoint holds Megatron's files (actor/megatron_state.py), `rollouts.safetensors` (rollout/state.py) and
+`config.resolved.yaml`. On all ranks, the CheckpointManager chooses the checkpoint to resume from, loads it, and writes
+new ones. resume.py tells it which checkpoints to try; store.py keeps the folder that they are in.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_a3po.checkpoint.resume import plan_resume, record_origin
 from megatron_a3po.checkpoint.store import CheckpointStore, Finding, newest_valid, verdict
 from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import CheckpointError, ConfigError, RunFinished
+from megatron_a3po.parallel.agreement import on_all_ranks
 from megatron_a3po.parallel.messages import broadcast_json, gather_json
 from megatron_a3po.preflight.load import load_architecture, to_yaml
 from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
@@ -43,14 +45,14 @@ class _UnfinishedSave:
     facts: dict[str, Any]
     state: TrainingStateSave
     written: Future[dict[str, Any]]
-    """what this rank's files are, once they are on the disk"""
+    """the records of this rank's files, once they are on the disk"""
 
 
 class CheckpointManager:
-    """All methods are collective over all ranks, which must see the same `run_dir`."""
+    """The checkpoints of a run. All methods are collective over all ranks, which must see the same `run_dir`."""
 
     def __init__(self, config: RunConfig, group: dist.ProcessGroup, timer: PhaseTimer) -> None:
-        """`group`: all ranks, gloo, patient: a rank may write for long while the others wait."""
+        """`group`: the gloo group of all ranks. Its timeout is long, since a rank may write while the others wait."""
         self._config = config
         self._timer = timer
         self._group = group
@@ -63,14 +65,14 @@ class CheckpointManager:
         self._resumed: tuple[Path, Manifest] | None = None
         self._unfinished: _UnfinishedSave | None = None
         self._saved_step = 0
-        """The newest that a resumed run would go on from; 0: from the start."""
+        """The step that a resumed run would continue from; 0: from the start"""
 
     def choose(self) -> int:
-        """The step of the first valid checkpoint of the plan, after which the run goes on; 0 for one from the start.
+        """Choose the newest valid checkpoint and return its step; 0 without a checkpoint.
 
-        Says which checkpoints are not valid, and why; nothing is changed before `load`. Raises ConfigError if none is
-        that the user has named, CheckpointError if there are some and none is valid, or if one of them can't be read,
-        and RunFinished if the run has made all of its steps.
+        Logs which newer checkpoints are not valid, and why. Changes nothing on the disk. Raises ConfigError if a
+        checkpoint that the user named is not valid, CheckpointError if there are checkpoints and none is valid, or one
+        cannot be read, and RunFinished if the run has made all of its steps.
         """
         candidates, must_resume = self._plan()
         choice = newest_valid(candidates, self._check_together)
@@ -95,7 +97,7 @@ class CheckpointManager:
         return step
 
     def _plan(self) -> tuple[list[Path], bool]:
-        """The plan of rank 0, which has claimed the folder, on every rank."""
+        """Return rank 0's candidates, and whether one must be resumed, on every rank."""
         described = None
         if self._rank == 0 and self._config.resume != "none":
             plan = plan_resume(self._config.run_dir, self._config.resume, to_yaml(self._config))
@@ -104,9 +106,9 @@ class CheckpointManager:
         return list(map(Path, folders)), must_resume
 
     def load(self, actor: PolicyActor) -> RolloutState | None:
-        """Bring the actor to the chosen checkpoint; returns what the rollouts need, on rank 0. None without one.
+        """Load the chosen checkpoint into the actor and return the state of the rollouts on rank 0; None without one.
 
-        Then, and not before, the checkpoints are set aside that the run does not continue.
+        Afterwards the checkpoints that the run does not continue are set aside.
         """
         if self._resumed is None:
             return None
@@ -124,9 +126,10 @@ class CheckpointManager:
             record_origin(self._config.run_dir, self._config.resume)
 
     def save_if_due(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
-        """To be called after every step. `rollouts` gives what rank 0 knows of them.
+        """Save if the configuration says so for this step, or finish a save that was written in the background.
 
-        Raises CheckpointError on every rank, also for what went wrong in the background since the last call.
+        Call it after every step. `rollouts` returns the state of the rollouts on rank 0. Raises CheckpointError on
+        every rank, also for what went wrong in the background since the last call.
         """
         config = self._config
         if config.checkpoint.is_due(step, config.num_steps):
@@ -136,7 +139,7 @@ class CheckpointManager:
             self._finish()
 
     def save_before_end(self, step: int, actor: PolicyActor, rollouts: Callable[[], RolloutState | None]) -> None:
-        """Save the last step that was made, unless it is saved already, or none was made."""
+        """Save the last step of the run, unless it is saved already or the run made no step."""
         self._finish()
         if step > self._saved_step:
             self.save(step, actor, rollouts())
@@ -144,7 +147,7 @@ class CheckpointManager:
     def save(self, step: int, actor: PolicyActor, rollouts: RolloutState | None, *, wait: bool = True) -> None:
         """Write the checkpoint of this step. `rollouts`: on rank 0. Raises CheckpointError on every rank.
 
-        Without `wait` the state is copied and written while training goes on; `save_if_due` makes it a checkpoint.
+        Without `wait`, the state is copied and written while training continues; a later `save_if_due` finishes it.
         """
         self._finish()
         with self._timer.phase("checkpoint"):
@@ -163,7 +166,7 @@ class CheckpointManager:
             self._finish()
 
     def _finish(self) -> None:
-        """Turn the unfinished save, if there is one, into a checkpoint, once all ranks have written."""
+        """Wait until all ranks have written the unfinished save, if there is one, and make it a checkpoint."""
         if self._unfinished is None:
             return
         save, self._unfinished = self._unfinished, None
@@ -177,7 +180,7 @@ class CheckpointManager:
     def _write(
         self, step: int, folder: Path, state: TrainingStateSave, rollouts: RolloutState | None
     ) -> dict[str, Any]:
-        """This rank's files, and what they are. No collective."""
+        """Write this rank's files and return their records. Not collective."""
         with self._store.saving(step):
             state.write()
             names = state.file_names
@@ -194,7 +197,7 @@ class CheckpointManager:
         self._store.commit(save.step, records | of_megatron, save.facts)
 
     def _with_megatron[T](self, step: int, work: Callable[[], T]) -> T:
-        """A rank that fails in the midst of Megatron's collectives leaves the others to their timeout."""
+        """Turn torch's error into an OSError. If a rank fails in Megatron's collectives, the others time out."""
         with self._store.saving(step):
             try:
                 return work()
@@ -202,7 +205,7 @@ class CheckpointManager:
                 raise OSError(str(error)) from error
 
     def _needed_bytes(self) -> int:
-        """Weights, and in float32 the masters and both moments; the rest is small."""
+        """Return the size of the weights, and of the masters and both moments in float32; the rest is small."""
         item_bytes = 4 if self._config.precision == "fp32" else 2
         return (item_bytes + 3 * 4) * load_architecture(self._config.model).num_parameters
 
@@ -211,7 +214,7 @@ class CheckpointManager:
         return {**parallel, "world_size": self._world_size}
 
     def _check_together(self, folder: Path) -> Manifest:
-        """Each rank checks its share of the files; what one finds wrong is wrong for all."""
+        """Check this rank's share of the files. What one rank finds wrong is raised on every rank."""
         manifest, failure = None, None
         try:
             manifest = check(folder, self._rank, self._world_size)
@@ -222,17 +225,9 @@ class CheckpointManager:
             raise reason
         return cast(Manifest, manifest)
 
-    def _on_rank_zero(self, work: Callable[[], Any]) -> None:
+    def _on_rank_zero(self, work: Callable[[], object]) -> None:
         self._together(lambda: work() if self._rank == 0 else None)
 
     def _together[T](self, work: Callable[[], T]) -> T:
-        """What `work` gives on this rank. Raises CheckpointError on every rank if it did on one."""
-        result, failure = None, None
-        try:
-            result = work()
-        except CheckpointError as error:
-            failure = str(error)
-        for text in gather_json(failure, self._group):
-            if text is not None:
-                raise CheckpointError(text)
-        return cast(T, result)
+        """Return what `work` gives on this rank. A CheckpointError on one rank is raised on every rank."""
+        return on_all_ranks(work, self._group, expected=CheckpointError)

@@ -1,7 +1,7 @@
-"""From which checkpoint a run goes on: the newest of its own, one that the user names, or none.
+"""Plan which checkpoint a run continues from: its own newest one, one that the user names, or none.
 
-`run_dir/checkpoints/resumed_from` holds one line, the folder that the run was last resumed from by its path. It tells
-the same command given again, by a launcher after a preemption, from the wish to go back to that checkpoint.
+`run_dir/checkpoints/resumed_from` holds one line: the folder that the user named when the run was last resumed. A
+launcher repeats the command after a preemption; the file tells that from a wish to go back to the named checkpoint.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ _ORIGIN_FILE = "resumed_from"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePlan:
-    """Folders to try in this order; only a check of their files tells which one is valid."""
+    """The checkpoints to try, in this order; only a check of their files tells which one is valid."""
 
     candidates: tuple[Path, ...]
     must_resume: bool
-    """The user has named a checkpoint: without a valid one the run does not start."""
+    """The user named a checkpoint: the run does not start without a valid one"""
 
 
 def plan_resume(run_dir: Path, resume: Resume, resolved_config: str) -> ResumePlan:
-    """Read what is there, and nothing of the weights. Raises ConfigError for a `resume` that cannot be.
+    """Find the candidates for `resume`. Reads no weights. Raises ConfigError for a `resume` that is not possible.
 
-    A path that the run in `run_dir` was resumed from before means the newest of the checkpoints that it has made since
-    then, and only without one the path itself, which retention may have taken away meanwhile.
+    If the run was resumed from the path `resume` before, the checkpoints that it has made since then come first. The
+    path itself, which retention may have deleted, is the last candidate.
     """
     if resume == "none":
         refuse_used_run_dir(run_dir)
@@ -51,7 +51,7 @@ def plan_resume(run_dir: Path, resume: Resume, resolved_config: str) -> ResumePl
 
 
 def record_origin(run_dir: Path, resume: Resume) -> None:
-    """Remember that the run goes on from this path, once the checkpoints that it does not continue are set aside."""
+    """Remember that the run continues from this path. Call it after other checkpoints are set aside."""
     if isinstance(resume, Path):
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         write_durably(run_dir / "checkpoints" / _ORIGIN_FILE, f"{resume.resolve()}\n")
@@ -67,7 +67,7 @@ def _read_origin(root: Path) -> Path | None:
 
 
 def _is_later(folder: Path, named: Path, root: Path) -> bool:
-    """Whether the run made this one of its checkpoints after it was resumed from `named`."""
+    """Tell whether the run made the checkpoint `folder` after it was resumed from `named`."""
     # From elsewhere a run starts in a folder without checkpoints, so all of them came later.
     return named.parent != root.resolve() or (step_of(folder) or 0) > (step_of(named) or 0)
 

@@ -1,20 +1,21 @@
-"""The folder `run_dir/checkpoints`: how a checkpoint appears in it whole or not at all, and which ones stay.
+"""The folder `run_dir/checkpoints`: a checkpoint appears in it whole or not at all, and retention deletes old ones.
 
     step_00000020/             a checkpoint: files of many ranks and `manifest.json` (format: runtime/manifest.py)
-    latest                     one line, the name of the newest checkpoint, for people and tools; nothing here reads it,
-                               since it may be older than the folders, or damaged
-    .step_00000030.unfinished/ a save in progress, or what is left of one that was killed
-    .step_00000010.deleted/    what is left of a checkpoint that retention took away
+    latest                     one line, the name of the newest checkpoint, for people and tools; this program does not
+                               read it, since it may be older than the folders, or damaged
+    .step_00000030.unfinished/ a save in progress, or the rest of a save that was killed
+    .step_00000010.deleted/    the rest of a checkpoint that retention deleted
     step_00000040.set_aside/   a checkpoint that a resumed run does not continue; for people to look at and remove
     resumed_from               the checkpoint that the user named to resume from (checkpoint/resume.py)
 
-A save, with `barrier` standing for whatever makes all ranks wait for each other:
+A save takes these steps (checkpoint/manager.py):
 
-    rank 0: begin(step); barrier; all ranks write into unfinished_folder(step), close their files and describe them;
-    rank 0 gathers what they said, describes what only it has written since, and calls commit; barrier
+    1. Rank 0 calls begin(step).
+    2. All ranks write into unfinished_folder(step), close their files and describe them.
+    3. Rank 0 gathers the descriptions and calls commit.
 
-The order on the disk: every file of the checkpoint, the manifest, the names in the folder, the folder's final name,
-`latest`; only then are older checkpoints deleted. So whenever the run ends, even by a power cut, each `step_...` folder
+The order on the disk is: every file of the checkpoint, the manifest, the names in the folder, the folder's final name,
+`latest`. Only then are older checkpoints deleted. So whenever the run ends, even by a power cut, each `step_...` folder
 is whole, and the last whole one is still there.
 """
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.files import sync_folder, write_durably
+from megatron_a3po.runtime.files import ensure_space, give_name, sync_folder, unfinished_path, write_durably
 from megatron_a3po.runtime.manifest import (
     ContentError,
     FileRecord,
@@ -47,7 +48,7 @@ _LEFTOVER = re.compile(r"\.step_[0-9]{8,}\.(unfinished|deleted)")
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only rank 0 calls what writes; one save at a time."""
+    """The checkpoints of one run. Only rank 0 calls methods that write, for one save at a time."""
 
     def __init__(self, root: Path, *, keep_last: int, keep_every: int) -> None:
         """`root`: the run's `checkpoints` folder, made by the first save. Retention: see `steps_to_delete`."""
@@ -56,17 +57,18 @@ class CheckpointStore:
         self._keep_last, self._keep_every = keep_last, keep_every
 
     def candidates(self) -> list[Path]:
+        """Return the folders with the name of a checkpoint, newest step first; they may be damaged."""
         return checkpoint_folders(self._root)
 
     def unfinished_folder(self, step: int) -> Path:
-        """Where all ranks write the checkpoint of this step between `begin` and `commit`."""
-        return self._root / f".{folder_name(step)}.unfinished"
+        """Return the folder in which all ranks write the checkpoint of this step, between `begin` and `commit`."""
+        return unfinished_path(self._root / folder_name(step))
 
     def begin(self, step: int, needed_bytes: int = 0) -> Path:
-        """Make the empty unfinished folder, where nothing is left of killed saves, and room for `needed_bytes`.
+        """Remove the rest of killed saves, check that `needed_bytes` are free and make the empty unfinished folder.
 
         Raises CheckpointError, also when a checkpoint of this or a later step is there: retention and resuming go by
-        the step, so those of an abandoned course of the run have to be set aside first.
+        the step, so checkpoints that the run does not continue have to be set aside first.
         """
         with self.saving(step):
             self._refuse_later_steps(step)
@@ -78,24 +80,23 @@ class CheckpointStore:
         return self.unfinished_folder(step)
 
     def commit(self, step: int, records: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> Path:
-        """Turn the unfinished folder into the newest checkpoint and delete those that need not stay.
+        """Turn the unfinished folder into the newest checkpoint, delete old checkpoints, and return the new folder.
 
-        `records`: what all ranks' `describe_files` returned, together. `facts`: any JSON. Raises CheckpointError.
+        `records`: the results of `describe_files` on all ranks, merged. `facts`: any JSON. Raises CheckpointError.
         """
         folder = self._root / folder_name(step)
         with self.saving(step):
             write_manifest(self.unfinished_folder(step), step, records, facts)
-            os.rename(self.unfinished_folder(step), folder)
-            sync_folder(self._root)
+            give_name(folder)
             write_durably(self._root / "latest", f"{folder.name}\n")
             self._delete_old()
         return folder
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Inside, an OSError (a full disk, a lost mount) becomes a CheckpointError that tells what can still be used.
+        """Turn an OSError (a full disk, a lost mount) into a CheckpointError that tells which checkpoint is usable.
 
-        `begin` and `commit` have it; put it around what writes and describes the files.
+        `begin` and `commit` do this themselves; use it around code that writes and describes the files.
         """
         try:
             yield
@@ -106,20 +107,15 @@ class CheckpointStore:
             ) from error
 
     def ensure_space(self, needed_bytes: int) -> None:
-        """Raises CheckpointError when the filesystem has not so many bytes free. It cannot see a quota."""
-        existing = next(folder for folder in (self._root, *self._root.parents) if folder.exists())
-        free_bytes = shutil.disk_usage(existing).free
-        if free_bytes < needed_bytes:
-            raise CheckpointError(
-                f"{self._root}: a checkpoint needs {_readable(needed_bytes)}, and the filesystem has "
-                f"{_readable(free_bytes)} free; nothing was written; {self._usable()}; {_MAKE_ROOM}"
-            )
+        """Raise CheckpointError if the filesystem has fewer bytes free. It cannot see a quota."""
+        remedy = f"nothing was written; {self._usable()}; {_MAKE_ROOM}"
+        ensure_space(self._root, needed_bytes, f"{self._root}: a checkpoint", remedy)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Take checkpoints of later steps than the resumed one out of the way; `step` is -1 when none was resumed.
+        """Rename the checkpoints of later steps than the resumed one, and return the new paths. Raises OSError.
 
-        They are damaged, or of a course that the run now leaves: kept in place, the next `auto` resume would choose
-        them, and retention would count them. They are renamed, not deleted. Returns the new names. Raises OSError.
+        `step` is -1 if none was resumed. The later ones are damaged, or the run does not continue them. With their
+        names, the next `auto` resume would choose them, and retention would count them.
         """
         later = [path for path in self.candidates() if (step_of(path) or 0) > step]
         renamed = [(path, _free_name(path.with_name(f"{path.name}.set_aside"))) for path in later]
@@ -163,7 +159,10 @@ class CheckpointStore:
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """The folders that bear a checkpoint's name, newest step first. Only `check` tells whether they are valid."""
+    """Return the folders with the name of a checkpoint, newest step first. Only `check` tells which are valid.
+
+    Raises UnreadableError.
+    """
     try:
         if not root.is_dir():
             return []
@@ -175,7 +174,7 @@ def checkpoint_folders(root: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The newest valid checkpoint, if any, and why newer ones were passed over."""
+    """The newest valid checkpoint, if any, and why newer ones were rejected."""
 
     folder: Path | None
     manifest: Manifest | None
@@ -183,11 +182,11 @@ class Choice:
 
 
 def newest_valid(candidates: Sequence[Path], check: Callable[[Path], Manifest] = check) -> Choice:
-    """The first of the candidates that `check` accepts.
+    """Find the first of the candidates that `check` accepts.
 
-    With many ranks, all of them call this with rank 0's candidates and with a `check` of the caller's that checks each
-    rank's share and raises `verdict`'s error on every rank. An UnreadableError ends the search: an older checkpoint
-    would be taken, and the newer ones given up, for a mount that comes back.
+    With many ranks, all of them call this with rank 0's candidates, and with a `check` that checks each rank's share
+    and raises the error of `verdict` on every rank. An UnreadableError ends the search: the mount may come back, and
+    resuming from an older checkpoint would give up the newer ones.
     """
     rejected: dict[Path, str] = {}
     for folder in candidates:
@@ -202,16 +201,17 @@ def newest_valid(candidates: Sequence[Path], check: Callable[[Path], Manifest] =
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one rank's `check` of its share has raised, if anything."""
+    """The result of one rank's `check` of its share."""
 
     rank: int
     host: str
     kind: Literal["valid", "content", "common", "unreadable"]
-    """content: of a file in its share; common: what every rank must find that sees the same files"""
+    """content: a file in its share is wrong; common: every rank that sees the same files must find it"""
     text: str
 
     @classmethod
     def of(cls, error: CheckpointError | None, rank: int) -> Self:
+        """Describe what `check` raised; None if it returned."""
         kind: Literal["valid", "content", "common", "unreadable"] = "valid" if error is None else "common"
         if isinstance(error, UnreadableError):
             kind = "unreadable"
@@ -221,7 +221,7 @@ class Finding:
 
 
 def verdict(findings: Sequence[Finding]) -> CheckpointError | None:
-    """The error that all ranks raise for a checkpoint folder; None for a valid one."""
+    """Return the error that all ranks raise for a checkpoint folder; None for a valid one."""
     unreadable = [it for it in findings if it.kind == "unreadable"]
     common = [it for it in findings if it.kind == "common"]
     if unreadable:
@@ -238,9 +238,9 @@ def verdict(findings: Sequence[Finding]) -> CheckpointError | None:
 
 
 def steps_to_delete(steps: Collection[int], *, keep_last: int, keep_every: int) -> list[int]:
-    """All steps but the newest `keep_last` and the multiples of `keep_every` (0: those get no favour), ascending.
+    """Return all steps but the newest `keep_last` and the multiples of `keep_every` (0: no multiples), ascending.
 
-    The newest always stays. After a commit it is the one that was just written, since `begin` lets none be newer.
+    The newest always stays. After a commit it is the one that was just written, since `begin` refuses newer ones.
     """
     newest_first = sorted(steps, reverse=True)
     return sorted(step for step in newest_first[max(1, keep_last) :] if keep_every == 0 or step % keep_every != 0)
@@ -262,7 +262,3 @@ def _free_name(path: Path) -> Path:
     while target.exists():
         target, number = path.with_name(f"{path.name}.{number}"), number + 1
     return target
-
-
-def _readable(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes ({num_bytes / 2**30:,.2f} GiB)"

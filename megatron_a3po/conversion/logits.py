@@ -2,7 +2,8 @@
 
     python -m megatron_a3po.conversion.logits HF_FOLDER MEGATRON_WEIGHTS
 
-In float32, on the CPU, or with Transformer Engine's modules on a GPU. Without the memory for it, it says so.
+Both compute in float32, on the CPU, or with Transformer Engine's modules on a GPU. Without enough memory, nothing is
+compared, and the output says so.
 """
 
 import logging
@@ -22,12 +23,13 @@ from megatron_a3po.runtime.processes import end_process
 
 _NUM_TOKENS = 64
 _GPU_BYTES_PER_PARAMETER = 4.5
-"""float32 weights, and some more for what 64 tokens take"""
+"""float32 weights, and some more for the computation of 64 tokens"""
 _LIMIT = 1e-3
 """Relative to the largest logit: far above the rounding of float32, far below a wrong rope, norm or transposition."""
 
 
 def main(hf: Path, megatron: Path) -> int:
+    """Compare the logits of the two folders and print the difference; return the exit code."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # of the torchrun that this process is no rank of
     # Transformer Engine multiplies float32 as TF32, which alone differs by 1e-3.
@@ -56,7 +58,7 @@ def main(hf: Path, megatron: Path) -> int:
 
 
 def logits_not_compared(place: str, needed_bytes: float, free_bytes: float) -> str:
-    """Instead of what was found; `place`: where memory is short."""
+    """Return the message for too little memory; `place`: which memory."""
     return (
         f"logits not compared: a model in float32 needs {needed_bytes / 2**30:.1f} GiB of {place}, and "
         f"{free_bytes / 2**30:.1f} GiB are free"
@@ -64,7 +66,7 @@ def logits_not_compared(place: str, needed_bytes: float, free_bytes: float) -> s
 
 
 def _hf_logits(hf: Path) -> tuple[Tensor, Tensor]:
-    """(logits [tokens, vocabulary] float32, token ids [tokens])"""
+    """Return (logits [tokens, vocabulary] float32, token ids [tokens])."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""What both directions of a conversion share: which models can be converted, and how they are cut into files."""
+"""Describe the models that can be converted, and divide their parts among files; for both directions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron_a3po.weights.hf_mapping import HfMapping, Part, build_hf_mapping
 
 
 def describe_model(model: Path) -> HfMapping:
-    """The parameters that config.json in the folder describes. Raises ConfigError for a model that cannot be built."""
+    """Map the parameters of the model that config.json describes. Raises ConfigError if it cannot be built."""
     described = read_model_config(model)
     _refuse_unsupported(described, model)
     try:
@@ -27,7 +27,7 @@ def describe_model(model: Path) -> HfMapping:
 
 
 def _refuse_unsupported(described: Mapping[str, Any], model: Path) -> None:
-    """Raises ConfigError, which lists what is supported, for a model that would not be built right."""
+    """Raise ConfigError for a model that would be built wrongly."""
     try:
         read_architecture(dict(described))
     except ConfigError as error:
@@ -41,7 +41,7 @@ def _refuse_unsupported(described: Mapping[str, Any], model: Path) -> None:
 
 
 def split_parts(parts: Sequence[Part], sizes: Mapping[Part, int], limit: int) -> list[list[Part]]:
-    """Consecutive parts of together at most `limit` bytes; one that is larger is alone."""
+    """Divide the parts, in their order, into files of at most `limit` bytes; a larger part has its own."""
     files: list[list[Part]] = []
     size = 0
     for part in parts:

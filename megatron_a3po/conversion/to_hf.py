@@ -1,4 +1,4 @@
-"""From Megatron's weights, of a converted folder or of a run's checkpoint, to a Hugging Face folder, file by file."""
+"""Convert Megatron's weights, of a converted folder or a run's checkpoint, to a Hugging Face folder, file by file."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from megatron_a3po.hf.fp8_blocks import FP8, scale_shape
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.quantize import SCALE_SUFFIX, is_quantized, quantization_config, quantize_blockwise
 from megatron_a3po.hf.safetensors_format import TensorSpec
-from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.hf.shards import MAX_SHARD_BYTES, ShardFile, shard_name
 from megatron_a3po.preflight.families import architecture_name
 from megatron_a3po.runtime.manifest import MANIFEST, check
 from megatron_a3po.runtime.run_dir import CONFIG_FILE
@@ -28,16 +28,17 @@ from megatron_a3po.weights.hf_mapping import HfMapping, Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronSource:
-    """Where the weights are, and where all else about the model is."""
+    """The folder of the weights, and the folder of all else about the model."""
 
     weights: Path
     model: Path
 
 
 def find_source(source: Path, model: Path | None) -> MegatronSource:
-    """`model`: the Hugging Face folder with config.json and tokenizer; None: what `source` itself knows.
+    """Find the weights and the model in `source`.
 
-    Raises ConfigError when either is missing.
+    `model`: the Hugging Face folder with config.json and tokenizer; None: take what `source` has or names. Raises
+    ConfigError if either is missing.
     """
     weights = source / MEGATRON_WEIGHTS if has_megatron_weights(source) else source
     if not (weights / MANIFEST).exists():
@@ -66,11 +67,11 @@ def _model_of_run(file: Path) -> Path | None:
 
 
 def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *, fp8: bool) -> None:
-    """Collective over the processes, each of which writes its share of the files.
+    """Write the Hugging Face folder `target`. Collective: each process writes its share of the files.
 
-    Each holds one part of the model at a time. `fp8`: linear weights in FP8 with a scale per block. Raises
-    CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used and
-    models that the FP8 format cannot hold.
+    Each process holds one part of the model at a time. `fp8`: write linear weights in FP8 with a scale per block.
+    Raises CheckpointError for damaged weights and a disk that is too small, ConfigError for folders that cannot be used
+    and models that the FP8 format cannot hold.
     """
     mapping = describe_model(source.model)
     if fp8:
@@ -81,7 +82,9 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
     sizes = {part: sum(spec.nbytes for spec in found) for part, found in specs.items()}
     files = split_parts(mapping.parts, sizes, MAX_SHARD_BYTES)
     shards = tuple(
-        Shard(file_name=shard_name(number, len(files)), tensors=tuple(spec for part in parts for spec in specs[part]))
+        ShardFile(
+            file_name=shard_name(number, len(files)), tensors=tuple(spec for part in parts for spec in specs[part])
+        )
         for number, parts in enumerate(files, 1)
     )
     kept = _unquantised_modules([spec for found in specs.values() for spec in found])
@@ -101,7 +104,7 @@ def convert_to_hf(source: MegatronSource, target: Path, processes: Processes, *,
 
 
 def _refuse_stacked_experts(mapping: HfMapping, model: Path) -> None:
-    """Servers would take them for FP8, as which the format cannot store them. Raises ConfigError."""
+    """Raise ConfigError for experts in one tensor: servers would expect them in FP8, which the format cannot store."""
     shapes = {name: shape for part in mapping.parts for name, shape in mapping.hf_shapes(part).items()}
     stacked = [name for name, shape in shapes.items() if len(shape) > 2]
     if stacked:
@@ -113,14 +116,14 @@ def _refuse_stacked_experts(mapping: HfMapping, model: Path) -> None:
 
 
 def _unquantised_modules(written: Sequence[TensorSpec]) -> list[str]:
-    """The linear modules that are not in FP8; the output layer also where it is the embedding and has no tensor."""
+    """Return the linear modules that are not in FP8, and the output layer also if it has no tensor of its own."""
     names = [spec.name for spec in written if len(spec.shape) == 2 and spec.dtype != FP8]
     linear = [name.removesuffix(".weight") for name in names if name.endswith(".weight") and "embed_tokens" not in name]
     return list(dict.fromkeys([*linear, "lm_head"]))
 
 
 class MegatronWeights:
-    """Hugging Face's tensors, made part by part of what a checkpoint holds."""
+    """Makes Hugging Face's tensors from a checkpoint, part by part."""
 
     def __init__(self, mapping: HfMapping, reader: TorchDistReader, *, fp8: bool) -> None:
         self.mapping = mapping
@@ -128,7 +131,7 @@ class MegatronWeights:
         self._fp8 = fp8
 
     def specs(self, part: Part) -> list[TensorSpec]:
-        """What `tensors` will give, without reading anything."""
+        """Return what `tensors` will yield, without reading anything."""
         hollow = {
             parameter.name: torch.empty(parameter.shape, dtype=dtype, device="meta")
             for parameter, dtype in self._dtypes(part)
@@ -145,6 +148,7 @@ class MegatronWeights:
         return found
 
     def tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and tensors of the parts."""
         for part in parts:
             for name, tensor in self.mapping.to_hf(part, self.read(part)).items():
                 if self._fp8 and is_quantized(name, tensor.ndim):
@@ -155,7 +159,7 @@ class MegatronWeights:
                     yield name, tensor
 
     def read(self, part: Part) -> dict[str, Tensor]:
-        """The whole parameters of a part, by Megatron's names."""
+        """Return the whole parameters of a part, by Megatron's names."""
         values = {parameter.name: torch.empty(parameter.shape, dtype=dtype) for parameter, dtype in self._dtypes(part)}
         self._reader.read(
             [

@@ -1,7 +1,7 @@
-"""From a Hugging Face folder to a folder with Megatron's weights, file by file.
+"""Convert a Hugging Face folder to a folder with Megatron's weights, file by file.
 
-What results holds `config.json`, the tokenizer and whatever else was beside the weights, and in `weights/` a checkpoint
-in Megatron's torch_dist format with a manifest. It has no layout: any one can load it.
+The result holds `config.json`, the tokenizer and all other files beside the weights, and in `weights/` a checkpoint in
+Megatron's torch_dist format with a manifest. It has no layout: every layout can load it.
 """
 
 import json
@@ -30,14 +30,14 @@ from megatron_a3po.weights.hf_mapping import HfMapping, Part
 
 _FILE_BYTES = 1024**3
 _SPARE_BYTES = 4096
-"""What the format adds to a tensor, and more."""
+"""More than the format adds to a tensor"""
 _MXFP4 = ("_blocks", "_scales")
-"""In whose place one name stands: what the experts of gpt-oss are published as."""
+"""The two tensors that hold the experts of gpt-oss in place of one"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LazyTensors(Mapping[str, Tensor]):
-    """Reads a tensor when it is asked for."""
+    """The tensors of a folder, each read when it is needed."""
 
     folder: HfFolder
 
@@ -55,10 +55,10 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def convert_to_megatron(source: Path, target: Path, processes: Processes) -> None:
-    """Collective over the processes, each of which writes its share of the files.
+    """Write the folder `target` with Megatron's weights. Collective: each process writes its share of the files.
 
-    Each holds one part of the model at a time. Raises ConfigError for a model that cannot be trained or whose files are
-    not whole, and CheckpointError for a target that is there already and a disk that is too small.
+    Each process holds one part of the model at a time. Raises ConfigError for a model that cannot be trained or whose
+    files are not whole, and CheckpointError for a target that is there already and a disk that is too small.
     """
     folder = HfFolder.open(source)
     mapping = describe_model(source)
@@ -97,7 +97,7 @@ def _pieces(
 
 
 def _written_bytes(part: Part, folder: HfFolder) -> int:
-    """Of the part's values; what is stored in MXFP4 is written in bfloat16."""
+    """Return the size of the part's values; MXFP4 weights are written in bfloat16."""
     items = [folder.dtype(name).itemsize if name in folder else torch.bfloat16.itemsize for name in part.hf_names]
     return part.numel * max(items)
 
@@ -115,7 +115,7 @@ def _copy_model_files(source: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / name)
     described = read_model_config(source)
-    # The weights are now those that the quantised ones stand for.
+    # The weights are dequantised now.
     described.pop("quantization_config", None)
     write_durably(folder / "config.json", json.dumps(described, indent=2, ensure_ascii=False) + "\n")
 
@@ -133,13 +133,13 @@ def _finish(weights: Path, output: UnfinishedFolder, num_files: int, processes: 
 
 
 def stored_names(part: Part, folder: HfFolder) -> list[str]:
-    """The tensors of the folder that the part is made of, as far as they are there."""
+    """Return the tensors of the part that the folder has."""
     candidates = [[name, *(name + suffix for suffix in _MXFP4)] for name in part.hf_names]
     return [name for names in candidates for name in names if name in folder]
 
 
 def refuse_other_tensors(mapping: HfMapping, folder: HfFolder) -> None:
-    """Raises ConfigError for tensors that are missing, that the model has no place for, or of another shape."""
+    """Raise ConfigError for tensors that are missing, that the model has no place for, or of another shape."""
     used = {name for part in mapping.parts for name in stored_names(part, folder)}
     missing = [
         name
@@ -166,7 +166,7 @@ def refuse_other_tensors(mapping: HfMapping, folder: HfFolder) -> None:
 
 
 def _mixed_dtypes(mapping: HfMapping, folder: HfFolder) -> list[str]:
-    """Names that do not have the dtype of the others that go into the same tensor of Megatron's."""
+    """Describe tensors that become one tensor in Megatron and have different dtypes."""
     first: dict[str, str] = {}
     found = []
     for part in mapping.parts:
@@ -180,7 +180,7 @@ def _mixed_dtypes(mapping: HfMapping, folder: HfFolder) -> list[str]:
 
 
 def _may_be_left_out(name: str, described: Mapping[str, Any]) -> bool:
-    """What a checkpoint may hold beside the policy."""
+    """Tell whether a checkpoint may hold this tensor in addition to the policy."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     beyond = int(layer[1]) - described["num_hidden_layers"] if layer is not None else -1
     if beyond >= 0:
@@ -195,7 +195,7 @@ def _more(names: Sequence[str]) -> str:
 
 
 def _identity(folder: HfFolder) -> list[Any]:
-    """By which a source that was replaced between two attempts is recognised."""
+    """Return what tells a source from one that has replaced it between two attempts."""
     files = sorted({folder.file_name(name) for name in folder.names()})
     stats = [(folder.path / file).stat() for file in files]
     return [

@@ -1,7 +1,7 @@
-"""Megatron's torch_dist checkpoints, written and read piece by piece.
+"""Write and read Megatron's torch_dist checkpoints piece by piece.
 
-The format is torch.distributed.checkpoint's: files in which one saved tensor follows the other, and `.metadata`, which
-says where each piece of each key lies. Megatron's own writer wants all tensors of a rank at once.
+The format is that of torch.distributed.checkpoint: files of consecutive saved tensors, and `.metadata`, which tells
+where each piece of each key is. Megatron's own writer needs all tensors of a rank at once.
 """
 
 import io
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.preflight.memory import VOCAB_MULTIPLE
-from megatron_a3po.runtime.files import sync_folder
+from megatron_a3po.runtime.files import give_name, sync_folder, unfinished_path
 
 _COMMON_FILE = "__common_0.distcp"
 
@@ -50,18 +50,17 @@ class Piece(BaseModel, frozen=True):
 
 
 def write_pieces(file: Path, tensors: Iterable[ShardedTensor]) -> list[Piece]:
-    """One file of the checkpoint, under its name when it is whole and on the disk. Holds one tensor at a time."""
-    unfinished = file.with_name(f".{file.name}.unfinished")
+    """Write one file of the checkpoint and return its pieces. Holds one tensor at a time. Raises CheckpointError."""
     pieces = []
-    with unfinished.open("wb") as output:
+    with unfinished_path(file).open("wb") as output:
         for tensor in tensors:
             start = output.tell()
             values = tensor.data.detach()
-            # Of a view, torch.save would write the whole storage.
+            # torch.save writes the whole storage of a view.
             alone = values.numel() * values.itemsize == values.untyped_storage().nbytes()
             try:
                 torch.save(values.contiguous() if alone else values.clone(), output)
-            except RuntimeError as error:  # what torch makes of a disk that is full
+            except RuntimeError as error:  # torch's error for a full disk
                 raise CheckpointError(f"{file}: could not be written; is the disk full? ({error})") from error
             pieces.append(
                 Piece(
@@ -77,13 +76,12 @@ def write_pieces(file: Path, tensors: Iterable[ShardedTensor]) -> list[Piece]:
             )
         output.flush()
         os.fsync(output.fileno())
-    os.replace(unfinished, file)
-    sync_folder(file.parent)
+    give_name(file)
     return pieces
 
 
 def finish_checkpoint(folder: Path, pieces: Sequence[Piece]) -> None:
-    """Write `.metadata` and `metadata.json`, without which the files in the folder are no checkpoint."""
+    """Write `.metadata` and `metadata.json`, which make the files a checkpoint. Raises CheckpointError."""
     described: dict[str, Any] = {}
     for piece in pieces:
         if piece.key not in described:
@@ -112,7 +110,7 @@ def finish_checkpoint(folder: Path, pieces: Sequence[Piece]) -> None:
 
 
 def _write_common(folder: Path, described: dict[str, Any]) -> WriteResult:
-    """What Megatron keeps beside tensors: nothing here, but it looks for the entry."""
+    """Write the entry for what Megatron keeps besides tensors: nothing, but it looks for the entry."""
     key = ShardedObject("common_state", None, (1,), (0,)).unique_key
     described[key] = BytesStorageMetadata()
     content = io.BytesIO()
@@ -125,7 +123,7 @@ def _write_common(folder: Path, described: dict[str, Any]) -> WriteResult:
 
 
 def is_whole(folder: Path, pieces: Sequence[Piece]) -> bool:
-    """Whether the file of these pieces is there as it was written, by its size."""
+    """Tell whether the file of these pieces has the size that was written."""
     try:
         return bool(pieces) and (folder / pieces[0].file).stat().st_size == pieces[-1].start + pieces[-1].num_bytes
     except OSError:
@@ -133,10 +131,10 @@ def is_whole(folder: Path, pieces: Sequence[Piece]) -> bool:
 
 
 class TorchDistReader:
-    """Reads whole parameters out of a checkpoint of any layout."""
+    """Reads whole parameters from a checkpoint of any layout."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError when the folder holds no torch_dist checkpoint."""
+        """Read the metadata. Raises CheckpointError if the folder holds no torch_dist checkpoint."""
         config = maybe_load_config(str(folder)) if folder.is_dir() else None
         if config is None or config.sharded_backend != "torch_dist":
             raise CheckpointError(
@@ -152,7 +150,7 @@ class TorchDistReader:
         self._strategy = TorchDistLoadShardedStrategy(cache_metadata=True)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Raises CheckpointError when the checkpoint has no such key."""
+        """Return the dtype of a key. Raises CheckpointError if the checkpoint does not have it."""
         entry = self._entries.get(key)
         if entry is None:
             raise CheckpointError(f"{self._folder}: has no {key}; it is the checkpoint of another model")

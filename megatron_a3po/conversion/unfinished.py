@@ -1,10 +1,9 @@
-"""An output folder that appears under its name when it is whole, and whose making can be interrupted and gone on with.
+"""The output folder of a conversion that can be interrupted and continued.
 
-Until then it is `.NAME.unfinished` beside its place. What is done there is noted in it file by file; the notes count
-only for the same work, which a fingerprint tells.
+The folder is `.NAME.unfinished` until it is whole. Notes in it say, file by file, what is done. They count only for the
+same work, which a fingerprint tells.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,17 +13,17 @@ from typing import Any
 
 from megatron_a3po.conversion.processes import Processes
 from megatron_a3po.errors import CheckpointError
-from megatron_a3po.runtime.files import sync_folder, write_durably
+from megatron_a3po.runtime.files import FileLock, ensure_space, give_name, sync_folder, unfinished_path, write_durably
 
 _NOTES = ".conversion"
-_claimed: dict[Path, int] = {}
-"""Unfinished folders that this process has locked, and the descriptors that hold the locks."""
+_claimed: dict[Path, FileLock] = {}
+"""Unfinished folders that this process has locked."""
 
 
 def claim_target(target: Path) -> None:
-    """Refuse a target that cannot be made, or that another conversion is making: two would mix their files.
+    """Make and lock the unfinished folder of `target`, until this process ends: two conversions would mix their files.
 
-    The lock is on the unfinished folder, and ends with this process. Raises CheckpointError.
+    Raises CheckpointError for a target that cannot be made, or that another conversion is making.
     """
     if not target.name or target.is_symlink() or os.path.ismount(target):
         raise CheckpointError(f"{target}: give the path of a folder that is yet to be made, no link and no mount point")
@@ -34,32 +33,29 @@ def claim_target(target: Path) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise CheckpointError(f"{path}: is in the way of the conversion; remove it")
     path.mkdir(parents=True, exist_ok=True)
-    if path.resolve() in _claimed:  # by an attempt of this very process
-        os.close(_claimed.pop(path.resolve()))
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    if (former := _claimed.pop(path.resolve(), None)) is not None:  # of an earlier attempt of this process
+        former.release()
+    lock = FileLock(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.take()
     except BlockingIOError:
-        os.close(descriptor)
+        lock.release()
         raise CheckpointError(f"{target}: another conversion is making it; wait for its end, or end it") from None
-    _claimed[path.resolve()] = descriptor
-
-
-def unfinished_path(target: Path) -> Path:
-    return target.with_name(f".{target.name}.unfinished")
+    _claimed[path.resolve()] = lock
 
 
 class UnfinishedFolder:
-    """All methods are collective over the processes, but for `note` and `noted`."""
+    """The folder that a conversion writes. All methods but `note` and `noted` are collective over the processes."""
 
     def __init__(self, target: Path, work: Any, needed_bytes: int, processes: Processes) -> None:
-        """`work`: a JSON value that tells this conversion from others. `needed_bytes`: what will be written in all.
+        """Claim the target, and keep what an earlier attempt at the same work has done.
 
+        `work`: a JSON value that tells this conversion from others. `needed_bytes`: what will be written in all.
         Raises CheckpointError when `target` is there already, or the disk is too small.
         """
         self._target = target
         self._processes = processes
-        self.path = unfinished_path(target) if target.name else target
+        self.path = unfinished_path(target)
         self._notes = self.path / _NOTES
         fingerprint = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
         processes.on_rank_zero(lambda: self._prepare(fingerprint, needed_bytes))
@@ -68,37 +64,30 @@ class UnfinishedFolder:
         claim_target(self._target)
         kept = self._notes / "fingerprint"
         if not kept.exists() or kept.read_bytes() != fingerprint.encode():
-            for path in self.path.iterdir():  # the folder itself stays, which is locked
+            for path in self.path.iterdir():  # the folder itself stays, since it is locked
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             self._notes.mkdir()
             write_durably(kept, fingerprint)
         there = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-        free = shutil.disk_usage(self.path).free
-        if needed_bytes - there > free:
-            raise CheckpointError(
-                f"{self._target}: needs {needed_bytes - there:,} bytes ({(needed_bytes - there) / 2**30:.1f} GiB), and "
-                f"its filesystem has {free:,} ({free / 2**30:.1f} GiB) free; free space, or give a folder elsewhere"
-            )
+        remedy = "free space, or give a folder elsewhere"
+        ensure_space(self.path, needed_bytes - there, f"{self._target}: what is left to write", remedy)
 
     def note(self, name: str, value: Any) -> None:
-        """Remember (JSON) what was done under this name, whose files are on the disk."""
+        """Remember a JSON value under this name: what was done, and is on the disk."""
         write_durably(self._notes / f"{name}.json", json.dumps(value))
 
     def noted(self, name: str) -> Any:
-        """What was noted under this name, maybe by an earlier attempt; None if nothing was."""
+        """Return what was noted under this name, maybe by an earlier attempt; None if nothing was."""
         try:
             return json.loads((self._notes / f"{name}.json").read_bytes())
         except (FileNotFoundError, ValueError, RecursionError):
             return None
 
     def finish(self) -> None:
-        """Give the folder its name. Before, every process must have written and noted its share."""
+        """Give the folder its name, once every process has written and noted its share."""
         self._processes.on_rank_zero(self._give_name)
 
     def _give_name(self) -> None:
         shutil.rmtree(self._notes)
         sync_folder(self.path)
-        if self._target.exists():
-            self._target.rmdir()
-        os.rename(self.path, self._target)
-        sync_folder(self._target.parent)
+        give_name(self._target)

@@ -1,4 +1,4 @@
-"""Whether a conversion lost anything: every tensor compared bit by bit, and the logits of both models."""
+"""Check a conversion: compare every tensor bit by bit, and the logits of both models."""
 
 import subprocess
 import sys
@@ -22,14 +22,13 @@ from megatron_a3po.preflight.load import load_architecture
 from megatron_a3po.weights.hf_mapping import Part
 
 _BYTES_PER_PARAMETER = 7
-"""While the logits are compared, one model after the other: float32 weights, the bf16 that they are read from, and some
-more."""
+"""For the comparison of logits, one model after the other: float32 weights, their bf16 source, and some more"""
 
 
 def verify(hf: Path, megatron: Path, processes: Processes, *, fp8: bool = False) -> None:
-    """Compare a Hugging Face folder with a folder of Megatron's weights, and say what was found. Collective.
+    """Compare a Hugging Face folder with a folder of Megatron's weights, and print the result. Collective.
 
-    `fp8`: the tensors of `hf` were quantised when they were written. Raises CheckpointError where they differ.
+    `fp8`: the tensors of `hf` were quantised when they were written. Raises CheckpointError if they differ.
     """
     number = _compare_tensors(hf, megatron, processes, fp8=fp8)
     processes.say(f"all {number} tensors are equal bit by bit" + (" to such a quantisation" if fp8 else ""))
@@ -41,7 +40,7 @@ def verify(hf: Path, megatron: Path, processes: Processes, *, fp8: bool = False)
 
 
 def _compare_tensors(hf: Path, megatron: Path, processes: Processes, *, fp8: bool) -> int:
-    """Turn Megatron's weights into Hugging Face's again, each process its share; the number of tensors."""
+    """Convert Megatron's weights back, each process its share, compare them and return the number of tensors."""
     folder, mapping = HfFolder.open(hf), describe_model(hf)
     weights = MegatronWeights(mapping, TorchDistReader(megatron), fp8=fp8)
     mine = processes.share(mapping.parts)
@@ -70,7 +69,7 @@ def _different(weights: MegatronWeights, part: Part, folder: HfFolder) -> list[s
 
 
 def _as_read(weights: MegatronWeights, part: Part) -> Iterator[tuple[str, Tensor]]:
-    """As HfFolder.read gives them: FP8 weights with their scales applied."""
+    """Yield tensors as HfFolder.read returns them: FP8 weights are dequantised."""
     made = dict(weights.tensors([part]))
     for name, tensor in made.items():
         if name + SCALE_SUFFIX in made:
@@ -86,7 +85,7 @@ def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _compare_logits(hf: Path, megatron: Path) -> str:
-    """Run both models on the same random tokens, in a process of its own, whose memory is its own."""
+    """Run both models on the same random tokens in a separate process, which frees its memory at its end."""
     needed = _BYTES_PER_PARAMETER * load_architecture(hf).num_parameters
     available = psutil.virtual_memory().available
     if needed > available:

@@ -10,7 +10,7 @@ from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.hf.safetensors_writer import GrowingSafetensorsWriter
-from megatron_a3po.hf.shards import MAX_SHARD_BYTES, Shard, shard_name
+from megatron_a3po.hf.shards import MAX_SHARD_BYTES, ShardFile, shard_name
 
 
 def save_hf_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, rank: int) -> None:
@@ -29,7 +29,7 @@ def save_hf_folder(named_tensors: Iterable[tuple[str, Tensor]], source: Path, ta
     output.finish(_write_shards(named_tensors, output.folder, MAX_SHARD_BYTES))
 
 
-def _write_shards(named_tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> list[Shard]:
+def _write_shards(named_tensors: Iterable[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> list[ShardFile]:
     """Write the tensors as they come, and name the files at the end, since the names contain their number."""
     parts: list[tuple[Path, tuple[TensorSpec, ...]]] = []
     names: set[str] = set()
@@ -49,6 +49,6 @@ def _write_shards(named_tensors: Iterable[tuple[str, Tensor]], folder: Path, max
         parts.append((writer.path, writer.complete()))
     shards = []
     for number, (path, tensors) in enumerate(parts, 1):
-        shards.append(Shard(file_name=shard_name(number, len(parts)), tensors=tensors))
+        shards.append(ShardFile(file_name=shard_name(number, len(parts)), tensors=tensors))
         path.rename(folder / shards[-1].file_name)
     return shards

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, read one tensor at a time."""
+"""Read the weights of a Hugging Face folder one tensor at a time."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from megatron_a3po.hf.safetensors_format import DTYPES, StoredTensor
 
 
 class UnusableFolder(ConfigError):
-    """A Hugging Face folder whose weights cannot be read; one message tells everything that is wrong with it."""
+    """The weights of a Hugging Face folder cannot be read; one message lists every problem."""
 
     def __init__(self, folder: Path, problems: list[str]) -> None:
         super().__init__("\n".join([f"{folder}: the weights cannot be read:", *(f"  - {text}" for text in problems)]))
@@ -26,17 +26,16 @@ class UnusableFolder(ConfigError):
 class HfFolder:
     """Names, shapes and places of the weights; `read` brings one of them into memory.
 
-    Weights in FP8 with block-wise scales (DeepSeek-V3, Qwen3-FP8) appear as the bfloat16 weights that they stand for;
-    their scales do not appear. The packed experts of gpt-oss (MXFP4: `..._blocks`, `..._scales`) appear as they are
-    stored, as uint8. Reading is through plain file reads: the pages of a memory-mapped file would count as this
-    process's memory until the kernel takes them away.
+    FP8 weights with block-wise scales (DeepSeek-V3, Qwen3-FP8) appear as bfloat16 weights, dequantised; their scales do
+    not appear. The packed experts of gpt-oss (MXFP4: `..._blocks`, `..._scales`) appear as they are stored, as uint8.
+    Files are read, not mapped: mapped pages would count as this process's memory until the kernel reclaims them.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, StoredTensor]]) -> None:
         """Use `open`, which checks everything first."""
         self.path = path
         self.config = MappingProxyType(config)
-        """what config.json says"""
+        """the content of config.json"""
         self._tensors = tensors
         self._fp8 = {name for name, (_, tensor) in tensors.items() if tensor.dtype == FP8_DTYPE}
         hidden = {name + SCALE_SUFFIX for name in self._fp8}
@@ -46,8 +45,8 @@ class HfFolder:
     def open(cls, path: Path) -> Self:
         """Read config.json, the index and the headers of all weight files.
 
-        Raises UnusableFolder with everything that is wrong: missing, damaged and contradictory files, weights in
-        pickles, quantised weights that cannot be read.
+        Raises UnusableFolder with every problem: missing, damaged and contradictory files, weights in pickles,
+        quantised weights that cannot be read.
         """
         if not path.is_dir():
             raise UnusableFolder(path, ["no such folder; give a Hugging Face model folder"])
@@ -70,35 +69,39 @@ class HfFolder:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any weight is stored in FP8."""
+        """True if any weight is stored in FP8."""
         return bool(self._fp8)
 
     def names(self) -> tuple[str, ...]:
-        """In the order of the files and of the bytes in them: reading in this order reads the disk in order."""
+        """Return the names in the order of the files and of the bytes in them, which is the fastest to read."""
         return tuple(self._visible)
 
     def __contains__(self, name: object) -> bool:
         return name in self._visible
 
     def file_name(self, name: str) -> str:
-        """The file that holds the tensor."""
+        """Return the name of the file that holds the tensor."""
         return self._tensors[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what `read` returns."""
         return self._tensors[name][1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of what `read` returns."""
+        """Return the dtype of what `read` returns."""
         return torch.bfloat16 if name in self._fp8 else DTYPES[self._tensors[name][1].dtype]
 
     def nbytes(self, name: str) -> int:
-        """Of what `read` returns."""
+        """Return the size of what `read` returns."""
         stored = self._tensors[name][1].nbytes
         return stored * torch.bfloat16.itemsize if name in self._fp8 else stored
 
     def read(self, name: str) -> Tensor:
-        """The tensor, contiguous and on the CPU, in memory of its own. At most one and a half times its size is in use
-        meanwhile (FP8), else its size. Raises KeyError, and CheckpointError when the file is no longer what it was."""
+        """Return the tensor, contiguous and on the CPU, in memory of its own.
+
+        Takes at most one and a half times its size of memory (FP8), else its size. Raises KeyError, and CheckpointError
+        if the file has changed.
+        """
         if name not in self._fp8:
             return self._read_stored(name)
         return dequantize_blockwise(self._read_stored(name), self._read_stored(name + SCALE_SUFFIX), torch.bfloat16)

@@ -1,5 +1,7 @@
-"""What is wrong with the weights of a Hugging Face folder: the files against the index, the tensors against the
-configuration. Reads headers only; every problem comes with its remedy."""
+"""Check the weights of a Hugging Face folder: the files against the index, the tensors against the configuration.
+
+Reads headers only. Every problem names its remedy.
+"""
 
 import json
 import re
@@ -27,7 +29,7 @@ _SHARD = re.compile(r"(.*)-(\d+)-of-(\d{1,5})\.safetensors")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """What the folder's weight files hold, as far as they can be read."""
+    """The tensors of the folder's weight files, as far as they can be read."""
 
     tensors: Mapping[str, tuple[str, StoredTensor]]
     """name: (file name, where it lies), in the order of the files and of the bytes in them"""
@@ -35,7 +37,7 @@ class Files:
 
 
 def read_files(folder: Path) -> Files:
-    """The headers of all weight files, compared with the index where there is one. Raises OSError for the folder."""
+    """Read the headers of all weight files and compare them with the index, if there is one. Raises OSError."""
     problems: list[str] = []
     weight_map = _read_index(folder / INDEX, problems) if (folder / INDEX).is_file() else None
     listed = _listed_files(folder, weight_map, problems)
@@ -65,7 +67,7 @@ def read_files(folder: Path) -> Files:
 
 
 def weight_problems(config: Mapping[str, Any], files: Files) -> Iterator[str]:
-    """Quantisation that cannot be read, and tensors that are no weights."""
+    """Yield a problem for quantisation that cannot be read, and for tensors that are no weights."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     settings_problem = _quantization_problem(quantization)
@@ -94,7 +96,7 @@ def weight_problems(config: Mapping[str, Any], files: Files) -> Iterator[str]:
 
 
 def some(names: Iterable[str]) -> str:
-    """The names, or the first few and how many more."""
+    """List the names, or the first few and the number of the others."""
     names = list(names)
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
@@ -145,7 +147,7 @@ def _listed_files(folder: Path, weight_map: Mapping[str, str] | None, problems: 
 
 
 def _missing_shards(shards: Iterable[str]) -> Iterator[str]:
-    """Names that the numbers in the others' names imply."""
+    """Yield the names that the numbers in the other names imply."""
     for prefix, width, of in {(match[1], len(match[2]), match[3]) for match in map(_SHARD.fullmatch, shards) if match}:
         yield from (f"{prefix}-{number:0{width}}-of-{of}.safetensors" for number in range(1, int(of) + 1))
 

@@ -1,4 +1,4 @@
-"""Matrices in blocks of 128 x 128, and their quantisation to FP8 in torch, which the one on GPUs is compared with."""
+"""Quantise matrices to FP8 in blocks of 128 x 128, in torch: the reference for the kernel on GPUs."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,20 +8,23 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""In e4m3."""
+"""The largest number of e4m3"""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""A factor below it would have lost bits of its own, and dividing by it could overflow."""
+"""A smaller factor would be a subnormal number, with fewer bits, and dividing by it could overflow."""
 _VALUES_AT_ONCE = 1 << 22
-"""How many values are worked on as float32 at a time."""
+"""How many values are in float32 at a time"""
 
 
 def scale_shape(rows: int, cols: int) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix [rows, cols]."""
     return -(-rows // BLOCK), -(-cols // BLOCK)
 
 
 def quantize_by_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(values, scale_inv) as of `quantize.quantize_blockwise`, in torch; a block with NaN or an infinity has a scale
-    that is not finite, and values that mean nothing."""
+    """Return (values, scale_inv) as `quantize.quantize_blockwise` does, computed in torch.
+
+    A block with NaN or an infinity gets a scale that is not finite, and meaningless values.
+    """
     rows, cols = weight.shape
     values = torch.empty(rows, cols, dtype=FP8, device=weight.device)
     scales = torch.empty(scale_shape(rows, cols), dtype=torch.float32, device=weight.device)
@@ -38,7 +41,7 @@ def quantize_by_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_pieces(rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, rows of blocks) of pieces of whole blocks, small enough that their float32 copies cost little memory."""
+    """Yield (rows, rows of blocks) of pieces of whole blocks whose float32 copies are small."""
     if rows == 0 or cols == 0:
         return
     blocks = max(1, _VALUES_AT_ONCE // (BLOCK * cols))
@@ -47,13 +50,13 @@ def row_pieces(rows: int, cols: int) -> Iterator[tuple[slice, slice]]:
 
 
 def tiles_of(matrix: Tensor) -> Tensor:
-    """[rows, cols] -> [block rows, 128, block columns, 128], with zeros where the last blocks are smaller."""
+    """Cut [rows, cols] into [block rows, 128, block columns, 128]; smaller blocks at the ends are filled with zeros."""
     rows, cols = matrix.shape
     padded = torch.nn.functional.pad(matrix, (0, -cols % BLOCK, 0, -rows % BLOCK))
     return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
 
 
 def flat(tiles: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `tiles_of`."""
+    """Invert `tiles_of`: return the matrix of this shape."""
     rows, cols = shape
     return tiles.reshape(tiles.shape[0] * BLOCK, tiles.shape[2] * BLOCK)[:rows, :cols]

@@ -1,15 +1,14 @@
-"""A Hugging Face folder that appears under its name when it is whole.
+"""Write a Hugging Face folder that appears under its name when it is whole.
 
-.NAME.unfinished/    is written; what a killed start completed in it, the next one with the same plan keeps
-    .plan.json       {"format": 1, "fingerprint": "9f86..."}: what the shards in the folder are shards of
+.NAME.unfinished/    the folder while it is written; a later start with the same plan keeps completed shards
+    .plan.json       {"format": 1, "fingerprint": "9f86..."}: which weights the shards belong to
     model-00001-of-00002.safetensors ...
     config.json, tokenizer files, ... of the source folder
-.NAME.replaced/      what had the name before, for the moment between two renames
+.NAME.replaced/      the folder that had the name before, between two renames
 """
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,51 +22,63 @@ from megatron_a3po.errors import CheckpointError, ConfigError
 from megatron_a3po.hf.folder_checks import INDEX, PICKLE_SUFFIXES, some
 from megatron_a3po.hf.safetensors_format import DTYPE_NAMES, DamagedFile, read_header
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
-from megatron_a3po.hf.shards import Shard
-from megatron_a3po.runtime.files import sync_folder, write_durably, writing
+from megatron_a3po.hf.shards import ShardFile
+from megatron_a3po.runtime.files import (
+    ensure_space,
+    give_name,
+    sync_folder,
+    sync_tree,
+    unfinished_path,
+    write_durably,
+    writing,
+)
 
 _PLAN = ".plan.json"
 _PLAN_FORMAT = 1
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", *PICKLE_SUFFIXES)
 _COPIED_FOLDERS = ("additional_chat_templates",)
 _SPARE_BYTES = 1 << 20
-"""For each shard, beside its tensors: header and file system."""
+"""For each shard, besides its tensors: header and file system"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfOutput:
-    """The folder `target`, with the weights that are given and all else from `source`.
+    """The folder `target`, with given weights and all else from `source`.
 
-    shards = plan_shards(...); done = output.begin(shards, origin=...); for each shard whose file name is not in `done`:
-    `with output.writer(shard) as writer: writer.append(name, tensor) ...`; output.finish(shards).
+    shards = plan_shards(...)
+    done = output.begin(shards, origin=...)
+    for each shard whose file name is not in `done`:
+        with output.writer(shard) as writer:
+            writer.append(name, tensor) ...
+    output.finish(shards)
 
-    One process begins and finishes; the shards between may be written by several, which then wait for each other.
+    One process begins and finishes. Several may write the shards, if they wait for each other before `finish`.
     """
 
     target: Path
     source: Path
     """the Hugging Face folder whose configuration, tokenizer and other files are copied"""
     quantization_config: Mapping[str, Any] | None = None
-    """what config.json says about the new weights; None: they are not quantised, whatever the source's are"""
+    """of the new weights, for config.json; None: they are not quantised, whatever the source's are"""
     replace: bool = False
-    """take the place of a folder that has the name; else that is refused"""
+    """replace a folder that has the name; else it is refused"""
 
     @property
     def folder(self) -> Path:
-        """Where everything is written until `finish`."""
-        return self.target.parent / f".{self.target.name}.unfinished"
+        """The folder in which everything is written until `finish`."""
+        return unfinished_path(self.target)
 
     @property
     def _replaced(self) -> Path:
         return self.target.with_name(f".{self.target.name}.replaced")
 
-    def begin(self, shards: Sequence[Shard] = (), *, origin: str | None = None) -> frozenset[str]:
-        """Make the folder with all files but the weights and config.json. Returns the file names of the shards that an
-        earlier start completed.
+    def begin(self, shards: Sequence[ShardFile] = (), *, origin: str | None = None) -> frozenset[str]:
+        """Make the folder with all files but the weights and config.json.
 
-        `origin` tells which weights these are, for example by a checkpoint's checksum: shards are kept only from a
-        start with the same origin, shards and quantisation. None: nothing is kept. Raises ConfigError for folders that
-        cannot be used, CheckpointError when there is no space for what is left to write, or nothing can be written.
+        Returns the file names of the shards that an earlier start completed. `origin` identifies the weights, for
+        example by a checkpoint's checksum: shards are kept only from a start with the same origin, shards and
+        quantisation. None: nothing is kept. Raises ConfigError for folders that cannot be used, and CheckpointError if
+        the disk is too small for the rest or cannot be written.
         """
         with self._writing():
             self._refuse_bad_folders()
@@ -78,8 +89,11 @@ class HfOutput:
             self._clear(keep=done)
             copied = model_files(self.source)
             left = [shard for shard in shards if shard.file_name not in done]
-            self._refuse_without_space(
-                sum(shard.nbytes + _SPARE_BYTES for shard in left) + sum(path.stat().st_size for path, _ in copied)
+            ensure_space(
+                self.target.parent,
+                sum(shard.nbytes + _SPARE_BYTES for shard in left) + sum(path.stat().st_size for path, _ in copied),
+                f"{self.target}: what is left to write",
+                "no weights were written; make room, or give a folder on another filesystem",
             )
             self.folder.mkdir(exist_ok=True)
             sync_folder(self.target.parent)
@@ -90,14 +104,14 @@ class HfOutput:
                 shutil.copyfile(path, self.folder / name)
         return done
 
-    def writer(self, shard: Shard) -> SafetensorsWriter:
-        """For the tensors of one shard."""
+    def writer(self, shard: ShardFile) -> SafetensorsWriter:
+        """Return a writer for the tensors of one shard."""
         return SafetensorsWriter(self.folder / shard.file_name, shard.tensors)
 
-    def finish(self, shards: Sequence[Shard], *, elsewhere: bool = False) -> None:
-        """Write index and config.json and give the folder its name. elsewhere: the shards are not in this folder.
+    def finish(self, shards: Sequence[ShardFile], *, elsewhere: bool = False) -> None:
+        """Write index and config.json and give the folder its name. `elsewhere`: the shards are not in this folder.
 
-        Raises CheckpointError, also when a shard is missing or is not what it should be.
+        Raises CheckpointError, also if a shard is missing or holds other tensors.
         """
         with self._writing():
             done = self._completed(shards) if not elsewhere else frozenset(shard.file_name for shard in shards)
@@ -127,13 +141,13 @@ class HfOutput:
             raise ConfigError(f"{self.target}: would replace {self.source}, which is read; give another folder")
 
     def _undo_half_replacement(self) -> None:
-        """A start that ended between the two renames left the name free, and a whole folder beside it."""
+        """Undo the first of two renames: a start that ended between them left the name free."""
         if self._replaced.exists() and not self.target.exists():
             self._replaced.rename(self.target)
         elif self._replaced.exists():
             shutil.rmtree(self._replaced)
 
-    def _fingerprint(self, shards: Sequence[Shard], origin: str | None) -> str:
+    def _fingerprint(self, shards: Sequence[ShardFile], origin: str | None) -> str:
         tensors = [
             [shard.file_name, [[spec.name, DTYPE_NAMES[spec.dtype], *spec.shape] for spec in shard.tensors]]
             for shard in shards
@@ -142,15 +156,15 @@ class HfOutput:
         return hashlib.sha256(plan.encode()).hexdigest()
 
     def _leftover_of(self) -> str | None:
-        """The fingerprint of the start that left an unfinished folder."""
+        """Return the fingerprint of the start that left an unfinished folder."""
         try:
             record = json.loads((self.folder / _PLAN).read_bytes())
             return record["fingerprint"] if record["format"] == _PLAN_FORMAT else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _completed(self, shards: Sequence[Shard]) -> frozenset[str]:
-        """A shard has its name when its bytes are on the disk; the header tells that it holds what it should."""
+    def _completed(self, shards: Sequence[ShardFile]) -> frozenset[str]:
+        """Return the shards that are whole: a file has its name when its bytes are on the disk, and its header fits."""
         return frozenset(shard.file_name for shard in shards if _holds(self.folder / shard.file_name, shard))
 
     def _clear(self, keep: frozenset[str]) -> None:
@@ -160,15 +174,7 @@ class HfOutput:
             elif path.name not in keep:
                 path.unlink()
 
-    def _refuse_without_space(self, needed_bytes: int) -> None:
-        free_bytes = shutil.disk_usage(self.target.parent).free
-        if free_bytes < needed_bytes:
-            raise CheckpointError(
-                f"{self.target}: needs {_readable(needed_bytes)} more, and the filesystem has {_readable(free_bytes)} "
-                "free; no weights were written; make room, or give a folder on another filesystem"
-            )
-
-    def _config(self, shards: Sequence[Shard]) -> dict[str, Any]:
+    def _config(self, shards: Sequence[ShardFile]) -> dict[str, Any]:
         config = read_model_config(self.source)
         for key in ("quantization_config", "compression_config"):
             config.pop(key, None)
@@ -187,12 +193,8 @@ class HfOutput:
     def _give_name(self) -> None:
         if self.replace and self.target.exists():
             self.target.rename(self._replaced)
-            self.folder.rename(self.target)
-            sync_folder(self.target.parent)
-            shutil.rmtree(self._replaced, ignore_errors=True)
-        else:
-            self.folder.rename(self.target)
-            sync_folder(self.target.parent)
+        give_name(self.target)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _writing(self) -> AbstractContextManager[None]:
         remedy = f"what was written is in {self.folder}; make room, or give another folder, and start again"
@@ -200,7 +202,7 @@ class HfOutput:
 
 
 def model_files(source: Path) -> list[tuple[Path, str]]:
-    """(path, name below the folder) of all that is neither weights nor configuration nor hidden."""
+    """Return (path, name below the folder) of all files that are neither weights nor config.json nor hidden."""
     paths = [path for folder in (source, *(source / name for name in _COPIED_FOLDERS)) for path in folder.glob("[!.]*")]
     return [
         (path, path.relative_to(source).as_posix())
@@ -209,16 +211,7 @@ def model_files(source: Path) -> list[tuple[Path, str]]:
     ]
 
 
-def sync_tree(folder: Path) -> None:
-    """Make all files in the folder and below survive a power cut, also what was written through a mapping of them."""
-    for parent, _, names in folder.walk():
-        for name in names:
-            with (parent / name).open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(parent)
-
-
-def _holds(path: Path, shard: Shard) -> bool:
+def _holds(path: Path, shard: ShardFile) -> bool:
     try:
         stored = {tensor.name: (tensor.dtype, tensor.shape) for tensor in read_header(path)}
     except (OSError, DamagedFile):
@@ -228,7 +221,3 @@ def _holds(path: Path, shard: Shard) -> bool:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_durably(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def _readable(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes ({num_bytes / 2**30:,.2f} GiB)"

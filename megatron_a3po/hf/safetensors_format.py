@@ -1,4 +1,4 @@
-"""The safetensors file format: what a file's header says, and headers for files of ours.
+"""The safetensors file format: read headers, and make headers for new files.
 
 A file is 8 bytes with the header's length (little-endian), the header (JSON, which may end in spaces), and the tensors'
 bytes, in row-major order and without holes between them:
@@ -36,14 +36,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 PREFIX_BYTES = 8
 ALIGNMENT = 8
-"""The tensors' bytes start at a multiple of it, as those of the largest item size want."""
+"""The tensors' bytes start at a multiple of it, the largest item size"""
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors library refuses a longer one."""
 _GIT_LFS_POINTER = b"version https://git-lfs"
 
 
 class DamagedFile(ValueError):
-    """A file that is not a whole safetensors file. The message says in which way, and what to do, without the name."""
+    """A file is not a whole safetensors file. The message names problem and remedy, but not the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """The size of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -73,7 +74,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The file's tensors in the order of their bytes. Reads the header only. Raises DamagedFile and OSError."""
+    """Return the file's tensors in the order of their bytes. Reads the header only. Raises DamagedFile and OSError."""
     with path.open("rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_GIT_LFS_POINTER))
@@ -101,8 +102,10 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def make_header(tensors: Iterable[TensorSpec], *, reserved_bytes: int = 0) -> bytes:
-    """Length and header of a file that holds these tensors in this order; at least `reserved_bytes` long, with spaces
-    at its end, and a multiple of `ALIGNMENT`."""
+    """Return length and header of a file that holds these tensors in this order.
+
+    The result is at least `reserved_bytes` long and a multiple of `ALIGNMENT`, with spaces at its end.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in tensors:

@@ -1,4 +1,4 @@
-"""Safetensors files written one tensor at a time; the safetensors library writes dictionaries of tensors only.
+"""Write safetensors files one tensor at a time; the safetensors library writes dictionaries of tensors only.
 
 A file is written under `.NAME.unfinished` and gets its name when it is whole and on the disk.
 """
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from megatron_a3po.errors import CheckpointError
 from megatron_a3po.hf.safetensors_format import ALIGNMENT, DTYPE_NAMES, TensorSpec, make_header
-from megatron_a3po.runtime.files import sync_folder, writing
+from megatron_a3po.runtime.files import give_name, unfinished_path, writing
 
 _REMEDY = "make room or give another folder, and start again"
 _RESERVED_HEADER_BYTES = 1 << 20
-"""Of a file whose tensors are not known beforehand: room for some 7,000."""
+"""Room for about 7,000 tensors in a file whose tensors are not known beforehand"""
 _LONGEST_ENTRY_BYTES = 256
-"""What a tensor takes in the header besides its name, at most."""
+"""The most that a tensor takes in the header, besides its name"""
 
 
 class SafetensorsWriter:
-    """A file whose tensors are known beforehand; they may come in any order. A context manager.
+    """Writes a file whose tensors are known beforehand, in any order. A context manager.
 
-    At the end of the `with` block the file gets its name; an error inside, and a missing tensor, remove it.
+    At the end of the `with` block the file gets its name. An error inside, and a missing tensor, remove the file.
     """
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
-        """Raises CheckpointError for names that come twice, unknown dtypes, and when the file cannot be made."""
+        """Raise CheckpointError for names that come twice, for unknown dtypes, and if the file cannot be made."""
         for spec in tensors:
             _refuse_dtype(path, spec.name, spec.dtype)
         # Larger items first: each tensor then starts at a multiple of its item size, as readers that map files need.
@@ -51,7 +51,7 @@ class SafetensorsWriter:
     def append(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, from any device, to its place.
 
-        Raises CheckpointError when it is not among the known ones, was written already, has another shape or dtype, or
+        Raises CheckpointError for a tensor that is not announced, was written already, has another shape or dtype, or
         cannot be written.
         """
         path = self._file.path
@@ -81,13 +81,13 @@ class SafetensorsWriter:
 
 
 class GrowingSafetensorsWriter:
-    """A file whose tensors are not known beforehand; they lie in it in the order in which they come.
+    """Writes a file whose tensors are not known beforehand, in the order in which they come.
 
-    `complete` gives it its name; without it, the unfinished file stays, for whoever removes the unfinished folder.
+    `complete` gives it its name. Without it, the unfinished file stays until its folder is removed.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError."""
+        """Raise CheckpointError if the file cannot be made."""
         self.path = path
         self._file = _UnfinishedFile(path)
         self._tensors: dict[str, TensorSpec] = {}
@@ -96,16 +96,16 @@ class GrowingSafetensorsWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors so far."""
+        """The size of the tensors so far."""
         return self._offset - _RESERVED_HEADER_BYTES
 
     def has_room(self, spec: TensorSpec) -> bool:
-        """Whether the header has, and the tensor would start at a multiple of its item size."""
+        """Tell whether the header has room, and the tensor would start at a multiple of its item size."""
         header_bytes = self._header_bytes + _entry_bytes(spec)
         return header_bytes <= _RESERVED_HEADER_BYTES and self._offset % spec.dtype.itemsize == 0
 
     def append(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, from any device, behind the others. It must have room. Raises CheckpointError."""
+        """Write a tensor, from any device, after the others. It must have room. Raises CheckpointError."""
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
         _refuse_twice(self.path, name, name in self._tensors)
         _refuse_dtype(self.path, name, tensor.dtype)
@@ -116,7 +116,7 @@ class GrowingSafetensorsWriter:
         self._header_bytes += _entry_bytes(spec)
 
     def complete(self) -> tuple[TensorSpec, ...]:
-        """Returns what the file holds. Raises CheckpointError."""
+        """Give the file its name and return its tensors. Raises CheckpointError."""
         header = make_header(self._tensors.values(), reserved_bytes=_RESERVED_HEADER_BYTES)
         assert len(header) == _RESERVED_HEADER_BYTES, len(header)
         with self._file as file:
@@ -125,11 +125,11 @@ class GrowingSafetensorsWriter:
 
 
 class _UnfinishedFile:
-    """A file that is removed when its `with` block ends, unless it was completed in it. All raise CheckpointError."""
+    """A file that is removed at the end of its `with` block, unless it was completed. Methods raise CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unfinished = path.with_name(f".{path.name}.unfinished")
+        self._unfinished = unfinished_path(path)
         with writing(self.path, _REMEDY):
             # Unbuffered: tensors are larger than any buffer.
             self._file = self._unfinished.open("wb", buffering=0)
@@ -143,8 +143,7 @@ class _UnfinishedFile:
         with writing(self.path, _REMEDY):
             # The bytes reach the disk before the name does (runtime/files.py).
             os.fsync(self._file.fileno())
-            os.replace(self._unfinished, self.path)
-            sync_folder(self.path.parent)
+            give_name(self.path)
 
     def __enter__(self) -> Self:
         return self

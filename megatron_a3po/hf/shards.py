@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face folder are cut into files. Pure."""
+"""Divide the tensors of a Hugging Face folder among files."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from megatron_a3po.hf.folder_checks import SINGLE
 from megatron_a3po.hf.safetensors_format import TensorSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""As in the folders that transformers writes."""
+"""As in folders that transformers writes"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
+class ShardFile:
     """One safetensors file of the folder."""
 
     file_name: str
@@ -20,16 +20,17 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
+        """The size of the tensors."""
         return sum(spec.nbytes for spec in self.tensors)
 
 
 def shard_name(number: int, of: int) -> str:
-    """`number` counts from 1."""
+    """Return the name of a shard file; `number` counts from 1."""
     return SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
-def plan_shards(tensors: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
-    """Shards of at most `max_shard_bytes` (a larger tensor has its own), in the order given.
+def plan_shards(tensors: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[ShardFile, ...]:
+    """Divide the tensors, in the order given, among files of at most `max_shard_bytes`; a larger tensor has its own.
 
     Raises CheckpointError for no tensor, and for a name that comes twice.
     """
@@ -47,5 +48,6 @@ def plan_shards(tensors: Iterable[TensorSpec], max_shard_bytes: int = MAX_SHARD_
     if not groups:
         raise CheckpointError("no tensor to write")
     return tuple(
-        Shard(file_name=shard_name(number, len(groups)), tensors=tuple(group)) for number, group in enumerate(groups, 1)
+        ShardFile(file_name=shard_name(number, len(groups)), tensors=tuple(group))
+        for number, group in enumerate(groups, 1)
     )

@@ -1,7 +1,7 @@
-"""The quantisation of `hf.quantize` as one Triton kernel, for CUDA: weights are read once, codes written once.
+"""Quantise weights on CUDA as `hf.quantize` does, by one Triton kernel that reads weights once and writes codes once.
 
-A program owns one block. What it does to a value is what the CPU does, to the bit: divisions are rounded correctly,
-and the codes of e4m3 are made by integer arithmetic, which also GPUs without FP8 and Triton's interpreter have.
+A program of the kernel owns one block. Its results equal those of the CPU bit by bit: divisions are rounded correctly,
+and integer arithmetic makes the codes of e4m3, so that GPUs without FP8 and Triton's interpreter can run it.
 """
 
 import torch
@@ -17,12 +17,12 @@ _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-6)
 _SUBNORMALS = tl.constexpr(2.0**14)
-"""Float32 around it has steps of 2^-9, like the subnormal numbers of e4m3."""
+"""Near it, float32 has steps of 2^-9, like the subnormal numbers of e4m3."""
 _SUBNORMALS_BITS = tl.constexpr((127 + 14) << 23)
 
 
 def quantize_by_kernel(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `quantize_by_tiles`: weight [rows, cols] of any strides -> (values, scale_inv)."""
+    """Return (values, scale_inv) as `quantize_by_tiles` does; weight: [rows, cols] of any strides."""
     rows, cols = weight.shape
     values = torch.empty(rows, cols, dtype=FP8, device=weight.device)
     scales = torch.empty(scale_shape(rows, cols), dtype=torch.float32, device=weight.device)
@@ -36,7 +36,7 @@ def quantize_by_kernel(weight: Tensor) -> tuple[Tensor, Tensor]:
 def check_kernel(device: torch.device) -> None:
     """Compare the kernel with torch on the CPU, on a small matrix. Raises PublishError.
 
-    A kernel that is wrong on some GPU or with some compiler has servers sample from weights that nobody trained.
+    With a kernel that is wrong on some GPU or with some compiler, servers would sample from wrong weights.
     """
     weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     # In one block, all magnitudes of e4m3 and beyond: 2^-12 to 448 on a scale of 1, half of them between two codes.

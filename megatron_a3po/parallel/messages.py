@@ -1,4 +1,4 @@
-"""Small JSON values between ranks: nothing is pickled."""
+"""Exchange small JSON values between ranks, without pickle."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's value on every rank; what the others pass is ignored. Collective over `group` (a gloo group)."""
+    """Return rank 0's value on every rank; the values of other ranks are ignored. Collective over `group` (gloo)."""
     encoded = _encode(value) if dist.get_rank(group) == 0 else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor(encoded.numel())
     dist.broadcast(size, group_src=0, group=group)
@@ -20,7 +20,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks, in their order, on every rank. Collective over `group` (a gloo group)."""
+    """Return the values of all ranks, in the order of the ranks. Collective over `group` (gloo)."""
     encoded = _encode(value)
     sizes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor(encoded.numel()), group=group)

@@ -1,4 +1,4 @@
-"""Work beside the main thread."""
+"""Run work beside the main thread."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 
 def in_background[T](work: Callable[[], T], name: str) -> Future[T]:
-    """What `work` returns or raises, from a thread that keeps no process alive, as a pool's threads do."""
+    """Call `work` in a daemon thread, which keeps no process alive, and return a future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:

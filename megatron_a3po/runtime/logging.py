@@ -1,4 +1,4 @@
-"""The user's screen and the log files: libraries write to the files, the run itself to both."""
+"""The user's screen and the log files: libraries write to the files, the run itself writes to both."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ logger = logging.getLogger("megatron_a3po")
 
 
 def redirect_output(log_file: Path) -> TextIO:
-    """From now on everything that this process writes to stdout and stderr, C++ included, goes to `log_file`.
+    """Send everything that this process writes to stdout and stderr, also from C++, to `log_file`.
 
     Returns the former stdout: the user's screen.
     """
@@ -26,7 +26,7 @@ def redirect_output(log_file: Path) -> TextIO:
 
 
 def configure_logging(screen: TextIO | None) -> None:
-    """The project's messages go to the log file (stderr) with time and level, and as they are to the screen."""
+    """Send the project's messages to the log file (stderr), with time and level, and to the screen as they are."""
     to_file = logging.StreamHandler(sys.stderr)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(to_file)
@@ -37,13 +37,13 @@ def configure_logging(screen: TextIO | None) -> None:
 
 
 def screen() -> TextIO | None:
-    """Where the project's messages go for a person to watch; None before `configure_logging`, or without one."""
+    """Return the screen that shows the project's messages; None before `configure_logging`, or without a screen."""
     streams = [handler.stream for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
     return next((stream for stream in streams if stream is not sys.stderr), None)
 
 
 def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> str:
-    """One step on one line: what a person watches."""
+    """Describe one step in one line for the screen."""
     phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if "/" not in name)
     accuracy = metrics.get("eval_accuracy")
     healthy, lost = metrics.get("servers_healthy", 0.0), metrics.get("servers_quarantined", 0.0)

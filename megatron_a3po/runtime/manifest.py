@@ -7,8 +7,8 @@ Format of `manifest.json`, UTF-8:
      "sha256": "60303..."}
 
 File names are relative to the folder, with `/`. The last value is the SHA-256 of the rest (as JSON without spaces, keys
-sorted), so that a damaged manifest is told from a damaged file. `facts` is what the writer wants to know before it
-loads anything, for example the parallel layout.
+sorted), which tells a damaged manifest from a damaged file. `facts` is what a reader needs before
+it loads anything, for example the parallel layout.
 
 Many ranks share the work: rank r of n takes every n-th file name in sorted order, from the r-th on.
 """
@@ -32,16 +32,16 @@ _NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class UnreadableError(CheckpointError):
-    """It cannot be told whether the checkpoint is valid: a filesystem that fails, or a newer format."""
+    """The checkpoint cannot be checked: the filesystem fails, or the format is newer."""
 
 
 class ContentError(CheckpointError):
-    """A file of this rank's share has other content than was written. All other damage is found by every rank."""
+    """A file of this rank's share has wrong content. Every rank finds all other damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file was when its checkpoint was written."""
+    """Size and checksum of a file when its checkpoint was written."""
 
     size_bytes: int
     sha256: str
@@ -49,7 +49,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """The content of `manifest.json`."""
 
     step: int
     facts: dict[str, Any]
@@ -57,40 +57,43 @@ class Manifest:
 
 
 def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
     return f"step_{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint folder's name tells; None for any other name."""
+    """Return the step in the name of a checkpoint folder; None for any other name."""
     match = re.fullmatch(r"step_([0-9]+)", folder.name)
     # One name per step: step_20 or step_000000020 would be a second one.
     return int(match[1]) if match and folder_name(int(match[1])) == folder.name else None
 
 
 def describe(folder: Path, rank: int = 0, world_size: int = 1) -> dict[str, FileRecord]:
-    """Bring this rank's share of the folder's files to the disk and take their sizes and checksums.
+    """Bring this rank's share of the folder's files to the disk and return their sizes and checksums. Raises OSError.
 
-    All ranks must have closed their files (barrier) before any of them describes. Another node's unwritten data are
-    safe in that: network filesystems flush when a file is closed, or when another node reads it. Raises OSError.
+    All ranks must have closed their files before (barrier). Data of other nodes are then readable: network filesystems
+    flush when a file is closed, or when another node reads it.
     """
     return describe_files(folder, file_names(folder)[rank::world_size])
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """The same for files that the caller names, relative to the folder: those that it wrote itself."""
+    """Do the same for the files `names`, relative to the folder. Raises OSError."""
     return {name: _describe_file(folder / name) for name in names}
 
 
 def file_names(folder: Path) -> list[str]:
-    """All files in the folder and below, but not the manifest: relative, sorted. Raises OSError."""
+    """Return the relative paths of all files in the folder and below but the manifest, sorted. Raises OSError."""
     # Without `on_error`, a folder that cannot be read would look empty.
     paths = [folder / name for folder, _, names in folder.walk(on_error=_raise) for name in names]
     return sorted({path.relative_to(folder).as_posix() for path in paths} - {MANIFEST})
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
-    """The last file of a checkpoint; afterwards every name in the folder is on the disk. Raises OSError, and
-    CheckpointError when `files` are not the files in the folder, which then would be without protection."""
+    """Write the manifest, the last file of a checkpoint, and bring every name in the folder to the disk.
+
+    Raises OSError, and CheckpointError if `files` are not exactly the files in the folder.
+    """
     _refuse_incomplete_records(folder, files)
     records = {name: asdict(files[name]) for name in sorted(files)}
     # What JSON makes of the values (keys that are numbers become text, tuples lists) is what a reader computes with.
@@ -101,8 +104,11 @@ def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord], fac
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError when the manifest is missing, damaged, or of another step; UnreadableError when it is of a
-    newer format, or the filesystem fails."""
+    """Read the manifest of a checkpoint folder.
+
+    Raises CheckpointError if it is missing, damaged, or of another step, and UnreadableError if its format is newer or
+    the filesystem fails.
+    """
     try:
         if not folder.is_dir():
             raise CheckpointError(
@@ -135,10 +141,10 @@ def read_manifest(folder: Path) -> Manifest:
 def check(folder: Path, rank: int = 0, world_size: int = 1) -> Manifest:
     """Compare the folder with its manifest: names and sizes of all files, then the checksums of this rank's share.
 
-    The checkpoint is valid when `check` returns on every rank. Files that the manifest does not know are no error:
-    loading opens only what the described files name, while people's notes and the remains that network filesystems
-    leave of deleted files (`.nfs...`) do get into such folders. Raises CheckpointError, which names files and remedy:
-    ContentError for a wrong checksum, UnreadableError when the filesystem fails or the format is newer.
+    The checkpoint is valid if `check` returns on every rank. Files that are not in the manifest are no error: loading
+    does not open them, and people's notes and remains of deleted files on network filesystems (`.nfs...`) get into such
+    folders. Raises CheckpointError, which names files and remedy: ContentError for a wrong checksum, UnreadableError if
+    the filesystem fails or the format is newer.
     """
     manifest = read_manifest(folder)
     if problems := [text for name, record in manifest.files.items() if (text := _wrong_size(folder, name, record))]:
@@ -205,8 +211,9 @@ def _unusable(folder: Path, *problems: str) -> CheckpointError:
 
 
 def unreadable(path: Path, error: OSError) -> UnreadableError:
+    """Return the error for a path that the filesystem cannot read."""
     return UnreadableError(
-        f"{path}: cannot be read ({error}); that is no damage that another checkpoint would mend: see that the "
+        f"{path}: cannot be read ({error}); another checkpoint would not help: see that the "
         "filesystem is mounted and readable on every node, and start again"
     )
 

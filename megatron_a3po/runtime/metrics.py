@@ -1,4 +1,4 @@
-"""One JSON line and one set of TensorBoard scalars per step."""
+"""Write one JSON line and one set of TensorBoard scalars per step."""
 
 import json
 import math
@@ -14,11 +14,11 @@ from megatron_a3po.algorithm.advantage import Advantages
 from megatron_a3po.types import FinishReason, Trajectory
 
 _MAX_REASONS = 20
-"""A reward function that makes up a new reason for every response must not make up as many metrics."""
+"""A reward function with a new reason for every response must not make as many metrics."""
 
 
 def batch_metrics(batch: Sequence[Trajectory], advantages: Advantages, version: int) -> dict[str, float]:
-    """What rank 0 knows of a batch that was trained at `version`, before any loss."""
+    """Return the metrics of a batch that is trained at weight version `version`, without losses. On rank 0."""
     rewards = torch.tensor([trajectory.reward for trajectory in batch])
     lengths = torch.tensor([trajectory.response_length for trajectory in batch], dtype=torch.float32)
     versions = torch.cat([trajectory.weight_versions for trajectory in batch])
@@ -50,11 +50,12 @@ class MetricsWriter:
     """Writes `metrics.jsonl` and `tensorboard/` in the run's folder; both are complete after every step."""
 
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
-        """TensorBoard forgets steps from `first_step` on that a former process has written."""
+        """Have TensorBoard drop steps from `first_step` on, which an earlier process has written."""
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of one step. Values that are not finite become null."""
         # JSON has no NaN; null says "not defined here" in every reader.
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -64,12 +65,13 @@ class MetricsWriter:
         self._tensorboard.flush()
 
     def close(self) -> None:
+        """Close both files."""
         self._file.close()
         self._tensorboard.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`, none where no step is recorded; a last line torn by a killed run is left out."""
+    """Return the rows of `metrics.jsonl`, without a last line torn by a kill; none without a file."""
     path = run_dir / "metrics.jsonl"
     return list(_rows(path)) if path.exists() else []
 

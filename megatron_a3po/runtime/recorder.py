@@ -1,4 +1,4 @@
-"""What a run says about itself: a line per step, metrics, and at the end a summary and a report."""
+"""Record a run: a line and metrics per step, and a summary and a report at the end."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ _SUMMARY_FILE = "summary.json"
 
 
 class RunRecorder:
-    """Use on rank 0; on other ranks every method does nothing."""
+    """The record of a run. On ranks other than 0, its methods write nothing."""
 
     def __init__(self, config: RunConfig, *, rank: int, timer: PhaseTimer, resumed_step: int = 0) -> None:
         self._run_dir = config.run_dir
@@ -35,15 +35,14 @@ class RunRecorder:
         self._step_start = self._start
 
     def message(self, text: str) -> None:
-        """Progress outside steps."""
+        """Log progress outside steps, with the seconds since the start."""
         if self._rank == 0:
             logger.info("%6.1f s  %s", time.perf_counter() - self._start, text)
 
     def start(self, metrics: Mapping[str, float], evaluation: Mapping[str, float] | None) -> None:
-        """Record the state before training as step 0, or say where a resumed run, which has no evaluation, goes on.
+        """Record the state before training as step 0, or say where a resumed run, which has no evaluation, continues.
 
-        Rows of steps after the resumed one, of a course that the run does not continue, are taken out: now that the
-        checkpoint is loaded.
+        Removes the rows of steps after the resumed one. Call it when the checkpoint is loaded.
         """
         if self._rank == 0:
             resumed = self._resumed_step > 0
@@ -75,7 +74,7 @@ class RunRecorder:
         self._writer.write(step, row)
 
     def _watch_rewards(self, metrics: Mapping[str, float]) -> None:
-        """Warn when nothing has been learned from for a while: a broken reward function looks like that."""
+        """Warn when no step had an advantage for a while: a broken reward function looks like that."""
         nothing = metrics["zero_advantage_share"] == 1
         self._steps_without_advantage = self._steps_without_advantage + 1 if nothing else 0
         if self._steps_without_advantage and self._steps_without_advantage % self._alarm_steps == 0:
@@ -87,7 +86,7 @@ class RunRecorder:
             )
 
     def finish(self, ledger: Mapping[str, Any]) -> None:
-        """Write `summary.json` and `report.html` and say where everything is."""
+        """Write `summary.json` and `report.html`, and log where everything is."""
         if self._writer is None:
             return
         self._writer.close()
@@ -107,9 +106,9 @@ class RunRecorder:
 
 
 def complete_run(run_dir: Path) -> None:
-    """Summary and report of a run that was killed after its last checkpoint, where it had no time for them.
+    """Write the summary and report of a run that was killed between its last checkpoint and its end.
 
-    What happened to the groups of prompts that were not trained on is not known any more.
+    The summary does not have the ledger, which is lost.
     """
     rows, file = read_metrics(run_dir), run_dir / _SUMMARY_FILE
     if not rows:
@@ -122,12 +121,12 @@ def complete_run(run_dir: Path) -> None:
 
 
 def _seconds_so_far(rows: list[dict[str, Any]]) -> float:
-    """Of the processes that made these steps, each from its start to its last one."""
+    """Return the seconds of the processes that made these steps, each from its start to its last step."""
     return max((row.get("wall_seconds", 0.0) for row in rows), default=0.0)
 
 
 def _summarized_steps(file: Path) -> int | None:
-    """None also for a file that cannot be read, which is written again."""
+    """Return the steps of the summary; None if there is none, or it cannot be read."""
     try:
         return int(json.loads(file.read_bytes())["num_steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -135,9 +134,9 @@ def _summarized_steps(file: Path) -> int | None:
 
 
 def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall_seconds: float) -> dict[str, Any]:
-    """The figures by which a run is judged, from its metrics.
+    """Compute the figures by which a run is judged from its metrics.
 
-    `max_abs_logprob_difference` is null where there was no comparison with the servers, and where one was not finite.
+    `max_abs_logprob_difference` is null without a comparison with the servers, and if a difference was not finite.
     """
     steps = [row for row in rows if row["step"] > 0]
     accuracies = [row["eval_accuracy"] for row in rows if row.get("eval_accuracy") is not None]
@@ -164,7 +163,7 @@ def summarize_run(rows: list[dict[str, Any]], ledger: Mapping[str, Any], *, wall
 
 
 def mean_seconds_by_phase(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Per step, in order of first use; a phase that a step did not have counts as 0 there."""
+    """Return the mean seconds per step of each phase, in order of first use; a phase that a step lacks counts as 0."""
     names = dict.fromkeys(name for row in steps for name in row if name.startswith("seconds/"))
     return {name.removeprefix("seconds/"): sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names}
 

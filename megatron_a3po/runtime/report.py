@@ -1,4 +1,4 @@
-"""`report.html`: one run on one page, with nothing to load from elsewhere."""
+"""Write `report.html`: one run on one page that loads nothing from elsewhere."""
 
 import html
 import io
@@ -22,7 +22,7 @@ td + td { font-variant-numeric: tabular-nums } pre { background: #f6f6f6; paddin
 
 
 def write_report(run_dir: Path) -> Path:
-    """Make the page from `metrics.jsonl`, `config.resolved.yaml` and, once the run has ended, `summary.json`."""
+    """Write the page from `metrics.jsonl`, `config.resolved.yaml` and, if there is one, `summary.json`."""
     rows = read_metrics(run_dir)
     summary_file = run_dir / "summary.json"
     summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.exists() else {}
@@ -55,7 +55,7 @@ def learning_curve(run_dir: Path) -> str:
 
 
 def _picture(rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], Axes], None]) -> str:
-    """An inline SVG; its text stays text."""
+    """Return an inline SVG whose text stays text."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 10}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         axes = figure.add_subplot()

@@ -1,11 +1,9 @@
-"""The folder of one run: nothing of another run in it, one run at a time, and known to every rank."""
+"""The folder of one run: it holds nothing of another run, and one process at a time has it."""
 
-import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import yaml
 
 from megatron_a3po.errors import ConfigError
-from megatron_a3po.runtime.files import create_durably, write_durably
+from megatron_a3po.runtime.files import FileLock, create_durably, write_durably
 from megatron_a3po.runtime.logging import logger
 
 CONFIG_FILE = "config.resolved.yaml"
@@ -25,63 +23,41 @@ MAY_CHANGE = (
     *("rollout.max_concurrent_groups", "reward.timeout_seconds", "reward.max_workers", "reward.worker_memory_bytes"),
     "reward.max_failed_share",
 )
-"""Keys that a resumed run may have changed: where and how fast it runs and what it reports, not what it learns."""
+"""Keys that may differ in a resumed run: where and how fast it runs and what it reports, not what it learns"""
 
 
-class FolderLock:
-    """Holds a file of the folder until `release`, or else until the process has ended."""
-
-    def __init__(self, descriptor: int) -> None:
-        # A number and no file object: nothing releases the lock because a variable went out of scope.
-        self._descriptor: int | None = descriptor
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            with suppress(OSError):  # a filesystem without locks
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also for forked children, which share it
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def lock_run_dir(run_dir: Path) -> FolderLock:
-    """Take the folder for this process. Raises ConfigError while another one has it."""
+def lock_run_dir(run_dir: Path) -> FileLock:
+    """Take the run folder for this process. Raises ConfigError while another one has it."""
     return lock_folder(run_dir, "run_dir", "lock")
 
 
-def lock_folder(folder: Path, key: str, file_name: str) -> FolderLock:
-    """Take the folder, of which `key` of the configuration tells, for this process; `file_name` in it is the lock.
+def lock_folder(folder: Path, key: str, file_name: str) -> FileLock:
+    """Take the folder that `key` of the configuration names for this process; the file `file_name` in it is the lock.
 
-    Raises ConfigError while another process has it, and where it cannot be locked.
-
-    The lock is the kernel's (flock), so it ends with its process, however that one ends; the file stays, and what it
-    says (`host NAME, process ID`) is for the message only. Children made by fork share the lock and keep it while they
-    live; started programs do not. On NFS, Linux makes flock a lock of the server, which holds between hosts unless the
-    mount says `local_lock`; after the crash of a whole host the server keeps it until the lease is over (minutes). On
-    a filesystem without locks the run goes on with a warning.
+    The file stays; it says `host NAME, process ID`, for the message only. On a filesystem without locks the run goes on
+    with a warning. Raises ConfigError while another process has the folder, and if it cannot be locked.
     """
     try:
-        descriptor = os.open(folder / file_name, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = FileLock(folder / file_name)
     except OSError as error:
         raise ConfigError(f"{key} = {folder}: cannot be locked ({error}); give another one (`{key}=...`)") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.take()
     except BlockingIOError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "its process is not known"
-        os.close(descriptor)
+        holder = lock.read_text().strip() or "its process is not known"
+        lock.release()
         raise ConfigError(
             f"{key} = {folder}: a run that is still alive has this folder ({holder}); wait for its end, end it, or "
             f"give another folder (`{key}=...`)"
         ) from None
     except OSError as error:
         logger.warning("%s: no lock on this filesystem (%s): start no second run on this folder", folder, error)
-    with suppress(OSError):  # on a full disk the lock holds without its text
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
-    return FolderLock(descriptor)
+    lock.write_text(f"host {socket.gethostname()}, process {os.getpid()}\n")
+    return lock
 
 
 def refuse_used_run_dir(run_dir: Path) -> None:
-    """Raises ConfigError when a run left its `config.resolved.yaml` in the folder."""
+    """Raise ConfigError if the folder holds a run."""
     if holds_run(run_dir):
         raise ConfigError(
             f"run_dir = {run_dir}: there is a run in this folder; continue it (`resume=auto`), give another folder "
@@ -90,14 +66,15 @@ def refuse_used_run_dir(run_dir: Path) -> None:
 
 
 def holds_run(run_dir: Path) -> bool:
+    """Tell whether a run left its `config.resolved.yaml` in the folder."""
     return (run_dir / CONFIG_FILE).exists()
 
 
-def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) -> FolderLock:
+def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) -> FileLock:
     """Lock the folder and store the configuration in it as `config.resolved.yaml`. For rank 0.
 
-    Without `resume` the folder must not hold a run. With it, a run that is there must have been the same but for the
-    keys of MAY_CHANGE; a folder without a run is taken as it is. Raises ConfigError, which names every other key.
+    Without `resume`, the folder must not hold a run. With `resume`, the configuration of a run that is there may differ
+    in the keys of MAY_CHANGE. Raises ConfigError, which names every other key that differs.
     """
     make_log_folder(run_dir)
     lock = lock_run_dir(run_dir)
@@ -108,7 +85,7 @@ def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) 
             write_durably(run_dir / CONFIG_FILE, resolved_config)
         else:
             refuse_used_run_dir(run_dir)
-            # Of two runs at one time the second fails here also where there are no locks.
+            # If two runs start at once, the second fails here also on a filesystem without locks.
             create_durably(run_dir / CONFIG_FILE, resolved_config)
     except OSError as error:
         lock.release()
@@ -120,7 +97,7 @@ def claim_run_dir(run_dir: Path, resolved_config: str, *, resume: bool = False) 
 
 
 def make_log_folder(run_dir: Path) -> Path:
-    """The folder of everything that the processes of a run and their libraries print. Raises ConfigError."""
+    """Make and return the folder for everything that the processes of a run print. Raises ConfigError."""
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,9 +108,9 @@ def make_log_folder(run_dir: Path) -> Path:
 
 
 def truncate_metrics(run_dir: Path, last_step: int) -> int:
-    """Keep the rows of `metrics.jsonl` up to the resumed step, so that the resumed run has each step once.
+    """Remove the rows of `metrics.jsonl` after the resumed step, so that the resumed run has each step once.
 
-    Returns how many rows went. A last line torn by the kill goes too; the other lines stay as they are, byte for byte,
+    Returns the number of rows that were removed, with a last line torn by a kill. The other lines stay byte for byte,
     and the file is replaced in one step. Raises ConfigError for a broken line before the last.
     """
     path = run_dir / METRICS_FILE
@@ -155,9 +132,9 @@ def _is_kept(path: Path, number: int, lines: list[bytes], last_step: int) -> boo
 
 
 def refuse_other_config(file: Path, resolved_config: str, what: str) -> None:
-    """Raises ConfigError with every key that must not change and did since `file` was written; logs the other changes.
+    """Raise ConfigError with every key that must not change and differs from `file`; log the other changes.
 
-    `what` begins the message: the run that was started with the former settings.
+    `what` begins the message: the run that was started with the earlier settings.
     """
     stored = _read_stored(file)
     changes = differing_keys(stored, yaml.safe_load(resolved_config))
@@ -183,7 +160,7 @@ def _read_stored(path: Path) -> dict[str, Any]:
 
 
 def differing_keys(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """The dotted keys whose values differ, in order, with both values as text."""
+    """Return the dotted keys whose values differ, in order, each with both values as text."""
     old, new = dict(_flatten(before)), dict(_flatten(now))
     missing = object()
     return {

@@ -1,4 +1,4 @@
-"""What signals do to a rank: SIGTERM and SIGUSR1 let it finish its step and save, SIGINT ends it at once."""
+"""Handle the signals of a rank: SIGTERM and SIGUSR1 let it finish its step and save, SIGINT ends it at once."""
 
 import os
 import select
@@ -14,37 +14,37 @@ import psutil
 from megatron_a3po.runtime.logging import logger
 
 PREEMPTED_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, and the same command goes on."""
+"""EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, and the same command continues the run"""
 INTERRUPTED_EXIT_CODE = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _REPEATED_SECONDS = 2.0
-"""A second signal within this time is the first one by another way: Slurm signals ranks, and torchrun does too."""
+"""A second signal within this time is the same request, sent twice: both Slurm and torchrun signal ranks."""
 
 _LOOK_SECONDS = 0.1
 _TAKE_SECONDS = 5.0
-"""How long the main thread may be in a collective before nothing is cleaned up; other processes of the run then end by
-the kernel's signal."""
+"""How long the main thread may stay in a collective before the rank ends without cleaning up; the kernel's signal then
+ends other processes of the run"""
 _CLEAN_UP_SECONDS = 30.0
-"""As long as torchrun waits for a rank. An Interrupted that something between swallows never cleans up."""
+"""As long as torchrun waits for a rank. If a library catches the Interrupted, nothing is cleaned up."""
 
 
 class Interrupted(BaseException):
-    """The run ends at once by a signal. Not an Exception, so that nothing but the outermost handler catches it."""
+    """A signal ends the run at once. Not an Exception, so that only the outermost handler catches it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
 
 
 class Preempted(BaseException):
-    """The run was asked to stop and has saved what it has learned. Not an Exception, as above."""
+    """The run was asked to stop and has saved its state. Not an Exception, for the same reason."""
 
 
 class Preemption:
-    """Whether this rank has been asked to stop soon. Until `watch` is called, no signal asks it."""
+    """The request to stop this rank soon. Before `watch` is called, signals make no request."""
 
     def __init__(self) -> None:
         self.requested_by = 0
-        """Number of the signal that asks to stop after the step; 0: none."""
+        """Number of the signal that asks to stop after the step; 0: none"""
         self._is_looked_at = False
         self._raise_interrupted = False
         self._interrupted_by: int | None = None
@@ -52,16 +52,16 @@ class Preemption:
         self._is_over = False
 
     def look(self) -> int:
-        """`requested_by`. Before the first look nobody would heed it, and there is nothing to save: the rank ends at
-        once."""
+        """Return `requested_by`. Before the first look there is nothing to save, and a signal ends the rank at once."""
         self._is_looked_at = True
         return self.requested_by
 
     def watch(self, *, grace_seconds: float | None) -> None:
-        """To be called in the main thread. `grace_seconds`: how long finishing and saving may take; None: no time.
+        """Handle signals from now on. Call it in the main thread.
 
-        At its end, and at once by SIGINT, by another SIGTERM, and when torchrun sends SIGTERM because another of its
-        ranks has ended, this one just ends; after `raise_interrupted` by an Interrupted.
+        `grace_seconds`: how long finishing the step and saving may take; None: no time. The rank ends when this time is
+        over. It ends at once by SIGINT, by another SIGTERM, and when torchrun sends SIGTERM because another of its
+        ranks has ended. After `raise_interrupted` it ends by an Interrupted.
         """
         self._grace_seconds = grace_seconds
         self._parent = os.getppid()
@@ -74,16 +74,18 @@ class Preemption:
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
 
     def raise_interrupted(self) -> None:
-        """From now on interrupt the main thread, so that `with` blocks clean up. Import large libraries before: some
-        catch everything."""
+        """Interrupt the main thread from now on, so that `with` blocks clean up.
+
+        Import large libraries before: some catch everything.
+        """
         self._raise_interrupted = True
 
     def be_over(self) -> None:
-        """The outermost handler has what ended the run: no signal does anything from now on."""
+        """Ignore signals from now on. The outermost handler calls it when the run has ended."""
         self._is_over = True
 
     def end_run(self, step: int, signal_number: int) -> NoReturn:
-        """Raise Preempted, after which no signal disturbs the cleaning up: torchrun sends one when a rank has ended."""
+        """Raise Preempted. Signals are ignored afterwards: torchrun sends one when a rank has ended."""
         self._is_over = True
         name = signal.Signals(signal_number).name
         where = f"after step {step}, which is saved" if step > 0 else "before the first step"
@@ -138,7 +140,7 @@ class Preemption:
         os._exit(INTERRUPTED_EXIT_CODE)
 
     def _comes_to_an_end(self, reader: int) -> bool:
-        """Whether the main thread takes the Interrupted and cleans up, in time and before the user asks once more."""
+        """Wait until the main thread has cleaned up; False if it takes too long or the user sends SIGINT again."""
         start = time.monotonic()
         seconds, is_asked_again = 0.0, False
         while not self._is_over and not is_asked_again:
@@ -151,7 +153,7 @@ class Preemption:
 
 
 def _is_sibling_gone(parent: int) -> bool:
-    """Whether torchrun has fewer ranks now than it has started on this node."""
+    """Tell whether torchrun has fewer ranks now than it has started on this node."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     ranks = 0

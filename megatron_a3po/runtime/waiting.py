@@ -1,4 +1,4 @@
-"""Wait for something that another thread, process or machine does, by looking again and again.
+"""Wait for something that another thread, process or machine does, by looking repeatedly.
 
 The clock is an argument, so that a test decides what time it is and never sleeps.
 """

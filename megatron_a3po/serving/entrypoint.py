@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_a3po.config.server_key import KEY_VARIABLE
-from megatron_a3po.runtime.keeper import start_keeper
+from megatron_a3po.runtime.processes import start_watchdog
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
 def main(arguments: Sequence[str]) -> None:
-    start_keeper()  # SGLang starts threads, and processes that end with it only once they have imported everything
+    start_watchdog()  # SGLang starts threads, and processes that end with it only once they have imported everything
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -18,8 +18,7 @@ from megatron_a3po.config import RolloutConfig
 from megatron_a3po.config.model_folder import has_megatron_weights
 from megatron_a3po.config.server_key import KEY_VARIABLE
 from megatron_a3po.cpu import rollout_server
-from megatron_a3po.runtime.keeper import group_members
-from megatron_a3po.runtime.processes import die_with_parent, free_port
+from megatron_a3po.runtime.processes import die_with_parent, free_port, group_members
 
 _END_SECONDS = 10.0
 """A killed process may need so long, for example to give back memory."""
@@ -137,5 +136,5 @@ def _shared_memory(process: psutil.Process) -> list[Path]:
 
 
 def _die_with_parent() -> None:
-    # SIGKILL, since the parent can no longer look after a slow end. The keeper of `serve` ends SGLang's own children.
+    # SIGKILL, since the parent can no longer look after a slow end. The watchdog of `serve` ends SGLang's own children.
     die_with_parent(signal.SIGKILL)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_folder import has_megatron_weights
+from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.hf.folder import HfFolder
 from megatron_a3po.parallel.agreement import on_rank_zero
@@ -44,7 +45,7 @@ def build_publisher(
     # Imported late: Megatron reads at its import which device and modules exist, and build_actor prepares these.
     from megatron_a3po.weights.gather import WeightCollector
 
-    names, quantization = on_rank_zero(lambda: _names_and_quantization(config, fleet), gloo_group)
+    names, quantization = on_rank_zero(lambda: _names_and_quantization(config, fleet), gloo_group, PublishError)
     collector = WeightCollector(
         chunks,
         groups,

@@ -66,7 +66,7 @@ class WeightCollector:
         assert isinstance(solo, dist.ProcessGroup)
         self._solo = solo
         with _as_one_rank(solo):
-            self._mapping = on_all_ranks(lambda: build_hf_mapping(model), gloo_group)
+            self._mapping = on_all_ranks(lambda: build_hf_mapping(model), gloo_group, PublishError)
         known = {parameter.name for part in self._mapping.parts for parameter in part.parameters}
         self._held = _local_tensors(chunks, known)
         mine = _describe(self._held, groups)
@@ -87,7 +87,7 @@ class WeightCollector:
         if self.device.type == "cuda" and any(spec.dtype == FP8 for spec in self.plan.tensors):
             from megatron_a3po.hf.triton_quantize import check_kernel
 
-            on_all_ranks(lambda: check_kernel(self.device), gloo_group)
+            on_all_ranks(lambda: check_kernel(self.device), gloo_group, PublishError)
 
     def _specify(self, part: Part, dtypes: Mapping[str, torch.dtype]) -> PartSpec:
         hollow = {

@@ -17,6 +17,18 @@ def in_own_process[T](function: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(function, *arguments).result(DEADLINE_SECONDS)
 
 
+def in_fork[T](function: Callable[..., T], *arguments: Any) -> T:
+    """The same in a fork of this process, which has imported everything; torch computes in one thread there."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("fork"), initializer=_use_one_thread) as pool:
+        return pool.submit(function, *arguments).result(DEADLINE_SECONDS)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the others are not there in a fork
+
+
 def peak_growth(work: Callable[[], object]) -> int:
     """By how many bytes this process's resident memory exceeds at most, during the work, what it was before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here

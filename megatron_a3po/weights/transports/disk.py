@@ -16,8 +16,9 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.publication import Fleet, Members
 from megatron_a3po.hf.output import HfOutput
 from megatron_a3po.hf.safetensors_writer import SafetensorsWriter
-from megatron_a3po.hf.shards import Shard, shard_name
-from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
+from megatron_a3po.hf.shards import ShardFile, shard_name
+from megatron_a3po.runtime.files import FileLock
+from megatron_a3po.runtime.run_dir import lock_folder
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.plan import Bucket, Plan
 from megatron_a3po.weights.store_messages import StoreMessages
@@ -42,10 +43,10 @@ class FileSettings:
     """For an owner to write a bucket, and for the servers to read the folder"""
 
 
-def shards_of(plan: Plan) -> list[Shard]:
+def shards_of(plan: Plan) -> list[ShardFile]:
     """Return the files of the plan, one for each bucket."""
     names = [shard_name(bucket.number + 1, len(plan.buckets)) for bucket in plan.buckets]
-    return [Shard(file_name=name, tensors=bucket.tensors) for name, bucket in zip(names, plan.buckets, strict=True)]
+    return [ShardFile(file_name=name, tensors=bucket.tensors) for name, bucket in zip(names, plan.buckets, strict=True)]
 
 
 def wait_for_bucket(bucket: Bucket, messages: StoreMessages, settings: FileSettings) -> str:
@@ -65,7 +66,7 @@ def announced_folder(messages: StoreMessages, owner: int) -> Path:
     return folder
 
 
-def lock_published(folder: Path) -> FolderLock:
+def lock_published(folder: Path) -> FileLock:
     """Lock `publish.folder` for this run, whose publications remove everything else there. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
     return lock_folder(folder, "publish.folder", "publish.lock")
@@ -85,7 +86,7 @@ class DiskTransport:
         )
         self._buckets = plan.buckets
         self._shards = shards_of(plan)
-        self._lock: FolderLock | None = None
+        self._lock: FileLock | None = None
 
     def prepare(self, members: Members) -> None:
         """Do nothing: `deliver` tells the servers where to read."""

@@ -74,7 +74,7 @@ class GroupTransport:
         if members == self._members:
             return
         self._leave()
-        on_rank_zero(self._forget_groups, self._gloo_group)
+        on_rank_zero(self._forget_groups, self._gloo_group, PublishError)
         self._members = members
         # A process cannot use a name twice, so it carries a number.
         self._names = {owner: update_group_name(self._run_id, next(_group_numbers)) for owner in self._plan.owners}

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_a3po.runtime.keeper import group_members
+from megatron_a3po.runtime.processes import group_members
 from megatron_a3po.serving import local_server as servers_module
 from megatron_a3po.serving.local_server import LocalServer
 from tests.support.paths import ROOT
@@ -167,7 +167,7 @@ def test_processes_of_a_server_that_is_still_importing_end_with_it(tmp_path: Pat
         wait_until(lambda: len(written_ids(ids_file)) == 2, timeout_seconds=30.0)
         (server_id,) = written_ids(tmp_path / "id")
         ids = [member.pid for member in group_members(server_id)]
-        assert {server_id, *written_ids(ids_file)} < set(ids), "the server, its process, and the keeper of both"
+        assert {server_id, *written_ids(ids_file)} < set(ids), "the server, its process, and the watchdog of both"
         os.kill(process.pid if killed == "the run" else server_id, signal.SIGKILL)
         wait_until(lambda: not any(is_running(id) for id in ids), timeout_seconds=20.0)
     finally:
@@ -175,8 +175,8 @@ def test_processes_of_a_server_that_is_still_importing_end_with_it(tmp_path: Pat
         process.wait()
 
 
-def test_a_keeper_ends_also_those_that_ignore_sigterm_and_is_ended_by_nothing_less(tmp_path: Path) -> None:
-    program = f"from megatron_a3po.runtime.keeper import start_keeper; start_keeper(){STUBBORN}"
+def test_a_watchdog_ends_also_those_that_ignore_sigterm_and_is_ended_by_nothing_less(tmp_path: Path) -> None:
+    program = f"from megatron_a3po.runtime.processes import start_watchdog; start_watchdog(){STUBBORN}"
     with make_server(tmp_path, program, str(tmp_path / "ids")) as server:
         wait_until(lambda: len(written_ids(tmp_path / "ids")) == 2)
         ids = [member.pid for member in group_members(server.process_id)]

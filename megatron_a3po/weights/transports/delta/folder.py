@@ -30,11 +30,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.hf.output import sync_tree
 from megatron_a3po.hf.safetensors_format import DamagedFile, read_header
-from megatron_a3po.runtime.files import sync_folder, write_durably
+from megatron_a3po.runtime.files import FileLock, give_name, sync_tree, unfinished_path, write_durably
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.runtime.run_dir import FolderLock, lock_folder
+from megatron_a3po.runtime.run_dir import lock_folder
 from megatron_a3po.weights.transports.delta.encoding import Delta, apply_delta
 
 MODEL = "model"
@@ -130,7 +129,7 @@ def checksum(header: bytes, data: torch.Tensor) -> str:
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def lock_local(local: Path) -> FolderLock:
+def lock_local(local: Path) -> FileLock:
     """Lock LOCAL for this process, which then may call `make_local_folder`.
 
     Raises ConfigError while another process makes folders there, and OSError.
@@ -147,7 +146,7 @@ def make_local_folder(folder: Path, local: Path, published: Published) -> Path:
     replaces these files meanwhile.
     """
     target = local / published.folder_name
-    unfinished = local / f".{target.name}.unfinished"
+    unfinished = unfinished_path(target)
     local.mkdir(parents=True, exist_ok=True)
     former = _newest(local, published.start)
     for path in [path for path in local.iterdir() if _LOCAL_NAME.fullmatch(path.name)]:
@@ -162,8 +161,7 @@ def make_local_folder(folder: Path, local: Path, published: Published) -> Path:
         _update_shard(folder / published.start, unfinished, held.get(shard.name), shard)
     write_durably(unfinished / _HELD, published.model_dump_json())
     sync_tree(unfinished)
-    unfinished.rename(target)
-    sync_folder(local)
+    give_name(target)
     return target
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megatron_a3po.fleet.publication import Fleet, Members
 from megatron_a3po.hf.output import HfOutput
-from megatron_a3po.runtime.files import write_durably
-from megatron_a3po.runtime.run_dir import FolderLock
+from megatron_a3po.runtime.files import FileLock, write_durably
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.plan import Bucket, Plan
 from megatron_a3po.weights.store_messages import StoreMessages
@@ -50,7 +49,7 @@ class DeltaTransport:
         self._start = f"start_{secrets.token_hex(4)}"
         self._owned: dict[int, OwnedShard] = {}
         self._metrics: dict[str, float] = {}
-        self._locks: list[FolderLock] = []
+        self._locks: list[FileLock] = []
 
     def prepare(self, members: Members) -> None:
         """Do nothing: `deliver` tells the servers where to read."""
