@@ -199,7 +199,7 @@ class WeightPublisher:
             fleet.settle_members(call_back=call_back)
             return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership))
 
-        return Members(**on_rank_zero(settle, self._gloo_group))
+        return Members(**on_rank_zero(settle, self._gloo_group, PublishError))
 
     def _collect_and_send(self, transport: Transport, messages: StoreMessages, of_sender: StoreMessages) -> None:
         """Take part in collecting every bucket, and send this rank's own buckets.
