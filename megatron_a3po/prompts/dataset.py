@@ -1,4 +1,4 @@
-"""Prompts of a dataset on the disk."""
+"""Load the prompts of datasets on the disk."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,39 +14,38 @@ from megatron_a3po.config import HELD_OUT
 from megatron_a3po.errors import DataError
 from megatron_a3po.prompts.encoder import PromptEncoder
 from megatron_a3po.prompts.prompts import Prompt, PromptSet, make_prompt
-from megatron_a3po.prompts.rejected_rows import Quarantine
 from megatron_a3po.prompts.rows import make_schema
-from megatron_a3po.prompts.scan import Scan, ScanSettings, scan
+from megatron_a3po.prompts.scan import RejectedRows, Scan, ScanSettings, scan
 from megatron_a3po.prompts.store import QuestionStore
 from megatron_a3po.runtime.logging import logger
 
-QUARANTINE = "quarantine.jsonl"
-"""In the folder of a run: the rows that cannot be used"""
+REJECTED_ROWS = "quarantine.jsonl"
+"""File of the rejected rows, in the folder of a run"""
 _HELD_OUT_STREAM = 1
-"""Keeps the split's random numbers apart from those of the epochs."""
+"""Separates the random numbers of the split from those of the epochs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetFiles:
-    """Where a dataset is, which column is what, and how its questions become prompts."""
+    """A dataset on the disk, its columns, and how its questions become prompts."""
 
     path: Path
     split: str | None = None
     columns: str | Mapping[str, str]
     encoder: PromptEncoder
     num_prompts: int | None = None
-    """At most so many; None: all"""
+    """Upper limit; None: all"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetLimits:
-    """What is left out, and when that is too much."""
+    """Which prompts are left out, and how many rows may be rejected."""
 
     max_prompt_tokens: int
     vocab_size: int
-    """Of the model"""
+    """The model's"""
     max_bad_share: float
-    """The largest share of unusable rows in a dataset"""
+    """The largest share of rejected rows in a dataset"""
 
 
 def load_dataset(
@@ -59,17 +58,17 @@ def load_dataset(
     order_seed: int,
     limits: DatasetLimits,
 ) -> PromptSet:
-    """Read a dataset to train on, and those for evaluation, whose prompts training leaves out.
+    """Load a dataset for training, and datasets for evaluation, whose prompts are left out of training.
 
     Args:
-        training: of which `num_held_out` prompts are kept for evaluation.
-        evaluation: by name.
-        run_dir: gets `QUARANTINE`.
+        training: the dataset for training; `num_held_out` of its prompts are kept for evaluation.
+        evaluation: datasets for evaluation by name.
+        run_dir: folder for the file `REJECTED_ROWS`.
         seed: chooses the prompts of evaluations; at least 0.
-        order_seed: of the training's epochs; at least 0.
+        order_seed: seeds the order of every training epoch; at least 0.
 
     Raises:
-        DataError: a dataset cannot be read, has too many bad rows, or gives no prompt.
+        DataError: a dataset cannot be read, has too many rejected rows, or gives no prompt.
     """
     with _Reader(run_dir, limits) as reader:
         scanned = reader.read(training)
@@ -83,7 +82,10 @@ def load_dataset(
             if len(rest) < before:
                 logger.warning("%d prompts of %s are left out of the training dataset", before - len(rest), name)
         if not len(rest):
-            raise DataError(f"data.path = {training.path}: all of its prompts are in `evaluation.datasets` too")
+            raise DataError(
+                f"data.path = {training.path}: all of its prompts are in `evaluation.datasets` too; use another "
+                "dataset for training, or for evaluation"
+            )
     trained_on = hashlib.blake2b(rest.tobytes(), digest_size=16).hexdigest()
     return PromptSet(
         questions=reader.store,
@@ -99,7 +101,7 @@ def load_dataset(
 def load_evaluation(
     datasets: Mapping[str, DatasetFiles], *, run_dir: Path, seed: int, limits: DatasetLimits
 ) -> dict[str, list[Prompt]]:
-    """Prompts of datasets that are only evaluated on, by name; as `load_dataset`. Raises DataError."""
+    """Load datasets for evaluation alone, as `load_dataset` does; return their prompts by name. Raises DataError."""
     if not datasets:
         return {}
     with _Reader(run_dir, limits) as reader:
@@ -110,66 +112,66 @@ def load_evaluation(
 
 
 class _Reader:
-    """Reads datasets into one store, with one quarantine. A context manager."""
+    """Read datasets into one store, with one list of rejected rows. A context manager."""
 
     def __init__(self, run_dir: Path, limits: DatasetLimits) -> None:
         self.store = QuestionStore(run_dir)
         self._limits = limits
-        self._quarantine = Quarantine(run_dir / QUARANTINE)
+        self._rejected = RejectedRows(run_dir / REJECTED_ROWS)
 
     def __enter__(self) -> Self:
-        self._quarantine.__enter__()
+        self._rejected.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._quarantine.__exit__(kind, error, traceback)
+        self._rejected.__exit__(kind, error, traceback)
 
     def prompts(self, indices: NDArray[np.int64], encoder: PromptEncoder) -> list[Prompt]:
         return [make_prompt(self.store[int(index)], encoder) for index in indices]
 
     def read(self, files: DatasetFiles) -> Scan:
-        limits, quarantine = self._limits, self._quarantine
+        limits, rejected = self._limits, self._rejected
         settings = ScanSettings(
             schema=make_schema(files.columns),
             encoder=files.encoder,
             max_prompt_tokens=limits.max_prompt_tokens,
             vocab_size=limits.vocab_size,
         )
-        bad_before = quarantine.counts.total()
-        found = scan(files.path, files.split, settings, self.store, quarantine)
-        num_bad = quarantine.counts.total() - bad_before
+        rejected_before = rejected.counts.total()
+        found = scan(files.path, files.split, settings, self.store, rejected)
+        num_rejected = rejected.counts.total() - rejected_before
         summary = (
             f"{files.path}: {found.num_rows:,} rows, {len(found.kept):,} prompts; left out: {found.num_repeats:,} "
-            f"repeats, {found.num_too_long:,} of over {limits.max_prompt_tokens:,} tokens, {num_bad:,} bad ones"
+            f"repeats, {found.num_too_long:,} of over {limits.max_prompt_tokens:,} tokens, {num_rejected:,} rejected"
         )
-        if num_bad:
-            summary += f" ({quarantine}; see {quarantine.path})"
-        if num_bad > limits.max_bad_share * found.num_rows:
+        if num_rejected:
+            summary += f" ({rejected}; see {rejected.path})"
+        if num_rejected > limits.max_bad_share * found.num_rows:
             raise DataError(
                 f"{summary}. That is more than data.max_bad_share = {limits.max_bad_share:g}; repair the dataset or "
                 "its columns, or raise data.max_bad_share"
             )
         if not len(found.kept):
-            raise DataError(f"{summary}. Nothing is left to sample; use another dataset, or longer prompts")
+            raise DataError(f"{summary}. No prompt is left; use another dataset, or allow longer prompts")
         logger.info("%s", summary)
         return found
 
 
 def _split(scanned: Scan, num_held_out: int, seed: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of the held-out prompts, and of the others."""
+    """Return the indices of the held-out prompts and of the others. Raises DataError."""
     if num_held_out >= len(scanned.kept):
         raise DataError(
-            f"data.path = {path} gives {len(scanned.kept)} prompts, of which data.num_held_out = {num_held_out} are to "
-            "be kept for evaluation and at least one must remain for training; lower data.num_held_out, and give "
-            "`evaluation.datasets` if it is 0 then"
+            f"data.path = {path} gives {len(scanned.kept)} prompts, but data.num_held_out = {num_held_out} are for "
+            "evaluation, and training needs at least one; lower data.num_held_out, and if it becomes 0, give "
+            "`evaluation.datasets`"
         )
     return _choose(scanned.kept, num_held_out, seed)
 
 
 def _choose(indices: NDArray[np.int64], number: int | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """So many at random (None: all), and the others, both in the order of the dataset."""
+    """Choose `number` indices at random (None: all). Return those and the others, in the order of the dataset."""
     is_chosen = np.zeros(len(indices), dtype=bool)
     is_chosen[np.random.default_rng((seed, _HELD_OUT_STREAM)).permutation(len(indices))[:number]] = True
     return indices[is_chosen], indices[~is_chosen]

@@ -1,4 +1,4 @@
-"""What a dataset asks, and how that becomes the token ids of a prompt."""
+"""Turn the questions of datasets and tasks into the token ids of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What is asked, for reward functions; empty where the dataset has token ids only."""
+        """The question for reward functions; empty if the dataset has only token ids"""
         if isinstance(self.prompt, str):
             return self.prompt
         asked = [message["content"] for message in self.prompt if isinstance(message, dict)]
@@ -33,11 +33,11 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts need."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
 
 
 class PromptEncoder:
-    """From questions to token ids, through the tokenizer's chat template where there is one."""
+    """Encode questions, by the tokenizer's chat template if it has one."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class PromptEncoder:
         enable_thinking: bool | None = None,
         instruction: str = "",
     ) -> None:
-        """`tokenizer`: a `Tokenizer`, with `chat_template` and `apply_chat_template` where those are to be used.
+        """tokenizer: a `Tokenizer`, with `chat_template` and `apply_chat_template` if those are used.
 
-        Raises DataError for settings that the tokenizer's template does not know.
+        Raises DataError for settings that the tokenizer's template does not have.
         """
         template = getattr(tokenizer, "chat_template", None)
         if chat_template is True and not template:
             raise DataError(
-                "data.chat_template = true, but the model's tokenizer has none; use a model that has, or auto"
+                "data.chat_template = true, but the model's tokenizer has none; use a model that has one, or auto"
             )
         self._uses_template = bool(template) and chat_template is not False
         if not self._uses_template and (system_prompt is not None or enable_thinking is not None):
@@ -72,15 +72,15 @@ class PromptEncoder:
         self._system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._instruction = f"\n\n{instruction}" if instruction else ""
-        # A template writes the special tokens itself.
+        # A template writes special tokens itself.
         self._prefix = [] if self._uses_template else _special_prefix(tokenizer)
 
     def encode(self, question: Question) -> tuple[int, ...]:
-        """Raises ValueError for a conversation that cannot be written as text."""
+        """Encode one question. Raises ValueError for a conversation that cannot be written as text."""
         return tuple(self.encode_all([question])[0])
 
     def encode_all(self, questions: Sequence[Question]) -> list[list[int]]:
-        """The same, much faster for many."""
+        """Encode many questions, much faster than one by one. Raises ValueError."""
         texts = {i: self._text(question.prompt) for i, question in enumerate(questions) if not _is_ids(question.prompt)}
         encoded = self._encode_texts(list(texts.values()))
         by_index: dict[int, list[int]] = dict(zip(texts, encoded, strict=True))
@@ -92,7 +92,7 @@ class PromptEncoder:
             encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         else:
             encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        prefix = self._prefix  # which a text may have already
+        prefix = self._prefix  # a text may have it already
         return [token_ids if token_ids[: len(prefix)] == prefix else prefix + token_ids for token_ids in encoded]
 
     def _text(self, prompt: Any) -> str:
@@ -119,7 +119,7 @@ class PromptEncoder:
 
 
 def _special_prefix(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text (Llama 3's begin of text), without what it may put behind it."""
+    """Return the tokens that the tokenizer puts before a text (Llama 3's begin of text), but not those after it."""
     plain, special = (tokenizer.encode("a", add_special_tokens=adds) for adds in (False, True))
     starts = range(len(special) - len(plain) + 1)
     return next((special[:start] for start in starts if special[start : start + len(plain)] == plain), [])

@@ -1,4 +1,4 @@
-"""Rows of JSONL files, Parquet files and folders of Hugging Face `datasets`, one after the other in bounded memory."""
+"""Read rows of JSONL files, Parquet files and folders of Hugging Face `datasets` in order, in bounded memory."""
 
 import json
 import re
@@ -22,14 +22,14 @@ _SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRow:
-    """One row as it was found."""
+    """One row as it is in its file."""
 
     file: str
     number: int
-    """Of the line or the row in its file, from 1"""
+    """Number of the line or the row in its file, from 1"""
     content: dict[str, Any] | RowProblem
     raw: Any
-    """What the quarantine shows"""
+    """The content for the list of rejected rows"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +38,13 @@ class Source:
 
     size: int
     unit: str
-    """Of `size`: B, or row"""
+    """The unit of `size`: B, or row"""
     rows: Callable[[], Iterator[tuple[SourceRow, int]]]
-    """Each row, and how much of `size` is read with it"""
+    """Yields each row and how much of `size` it takes."""
 
 
 def open_source(path: Path, split: str | None = None) -> Source:
-    """`split`: of a dataset that has several. Raises DataError for what is no dataset."""
+    """Open a dataset. `split` chooses one of several. Raises DataError if there is no dataset."""
     try:
         if path.is_dir():
             return _open_folder(path, split)
@@ -53,9 +53,9 @@ def open_source(path: Path, split: str | None = None) -> Source:
         if path.suffix == ".parquet":
             return _parquet([path])
     except (OSError, ValueError, ImportError) as error:  # pyarrow's errors are ValueErrors
-        raise DataError(f"data.path = {path} cannot be read: {error}") from error
+        raise DataError(f"data.path = {path} cannot be read: {error}; copy or convert it again") from error
     raise DataError(
-        f"data.path = {path}: not a .jsonl or .parquet file, nor a folder that datasets' save_to_disk wrote"
+        f"data.path = {path}: not a .jsonl or .parquet file, nor a folder that datasets' save_to_disk wrote; convert it"
     )
 
 
@@ -71,19 +71,21 @@ def _open_folder(path: Path, split: str | None) -> Source:
         if files:
             names = ", ".join(str(file.relative_to(path)) for file in files[:5])
             raise DataError(f"data.split = {split}: none of {names} in {path} is of this split; name another")
-    raise DataError(f"data.path = {path}: no *.parquet, no *.jsonl and no dataset of save_to_disk in this folder")
+    raise DataError(
+        f"data.path = {path}: no *.parquet, no *.jsonl and no dataset of save_to_disk in this folder; check the path"
+    )
 
 
 def _names(file: Path) -> tuple[str, ...]:
-    """As on the Hugging Face hub: train-00000-of-00002.parquet, or a folder for each split."""
+    """Return the names of splits that a file may belong to, as on the Hugging Face hub: by its name or its folder."""
     return file.stem, file.name.split("-")[0], file.parent.name
 
 
 def _check_one_split(files: list[Path], path: Path, split: str | None) -> None:
-    """Raises DataError for files of several splits or, where none was named, of several configurations."""
+    """Raise DataError for files of several splits or, if `split` is None, of several configurations."""
     of_file = {file: _split_of(file.relative_to(path)) for file in files}
     if not any(of_file.values()):
-        return  # parts of one dataset, which are called anything
+        return  # parts of one dataset with any names
     found: dict[tuple[str, str], str] = {}
     for file, name in of_file.items():
         parts = file.relative_to(path).parent.parts
@@ -92,12 +94,12 @@ def _check_one_split(files: list[Path], path: Path, split: str | None) -> None:
     if len(found) > 1:
         raise DataError(
             f"data.split = {split}: {path} has the splits {', '.join(sorted(found.values()))}; name one in data.split, "
-            "or the folder or file that is meant in data.path"
+            "or its folder or file in data.path"
         )
 
 
 def _split_of(file: Path) -> str:
-    """Empty where the name of the file says nothing of it."""
+    """Return the split that the name of a file tells, or an empty string."""
     if match := _SHARD.fullmatch(file.stem):
         return match[1]
     words = (*re.split("[^a-z]+", file.stem.lower()), file.parent.name)
@@ -116,7 +118,7 @@ def _jsonl(files: list[Path]) -> Source:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Each line, of which no more than a bound is held, and its length."""
+    """Yield each line, cut to `MAX_LINE_BYTES`, and its full length."""
     while line := file.readline(MAX_LINE_BYTES):
         num_bytes = len(line)
         rest = line
@@ -182,7 +184,7 @@ def _saved_to_disk(path: Path, split: str | None) -> Source:
 def _arrow_rows(table: "pyarrow.Table | pyarrow.RecordBatch") -> list[dict[str, Any] | RowProblem]:
     try:
         rows: list[dict[str, Any] | RowProblem] = list(table.to_pylist())
-    except UnicodeDecodeError:  # Arrow keeps whatever bytes a writer has called text
+    except UnicodeDecodeError:  # Arrow accepts any bytes as text
         rows = [_arrow_row(table.slice(index, 1)) for index in range(table.num_rows)]
     return rows
 

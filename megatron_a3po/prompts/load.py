@@ -1,4 +1,4 @@
-"""From the configuration to the prompts of a run."""
+"""Load the prompts that the configuration of a run names."""
 
 import shutil
 import tempfile
@@ -9,7 +9,7 @@ from typing import Any
 from megatron_a3po.config import Columns, DataConfig, RunConfig
 from megatron_a3po.config.model_folder import read_model_config
 from megatron_a3po.errors import ConfigError, DataError
-from megatron_a3po.prompts.dataset import QUARANTINE, DatasetFiles, DatasetLimits, load_dataset, load_evaluation
+from megatron_a3po.prompts.dataset import REJECTED_ROWS, DatasetFiles, DatasetLimits, load_dataset, load_evaluation
 from megatron_a3po.prompts.encoder import PromptEncoder
 from megatron_a3po.prompts.prompts import Prompt, PromptSet
 from megatron_a3po.prompts.rows import make_schema
@@ -17,14 +17,13 @@ from megatron_a3po.prompts.tasks import load_task
 from megatron_a3po.runtime.logging import logger
 
 _KEPT_BACK = 6
-"""Positions that SGLang gives to no request"""
+"""Positions of the model that SGLang does not give to requests"""
 
 
 def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
-    """The prompts of a task or of a dataset, and those of evaluations, all of which the model and the microbatches have
-    room for. `folder`: gets the list of bad rows, and what knows the dataset again.
+    """Load the prompts of training and evaluations. Prompts without room for a response are left out.
 
-    Raises DataError.
+    folder: gets the list of rejected rows and a copy of the dataset. Raises DataError.
     """
     described = read_model_config(config.model)
     prompts = _load(config, tokenizer, folder, described)
@@ -33,35 +32,35 @@ def load_prompts(config: RunConfig, tokenizer: Any, folder: Path) -> PromptSet:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Raises ConfigError."""
+    """Load the tokenizer of a model's folder. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # of transformers, tokenizers, json and more
+    except Exception as error:  # from transformers, tokenizers, json and more
         problem = f"{model}: its tokenizer cannot be read ({type(error).__name__}: {error})"
         raise ConfigError(f"{problem}; copy or download its files again") from error
 
 
 def try_datasets(config: RunConfig) -> Iterator[str]:
-    """Read them and the tokenizer as a run will, and say what is there. Raises ConfigError, DataError.
+    """Read the datasets and the tokenizer as a run does, and yield lines that describe them.
 
-    The list of bad rows, if there are any, stays for whoever repairs them.
+    The list of rejected rows stays, if there are any. Raises ConfigError, DataError.
     """
     folder = Path(tempfile.mkdtemp(prefix="a3po_datasets_"))
     try:
         prompts = load_prompts(config, load_tokenizer(config.model), folder)
     finally:
-        if not (bad_rows := folder / QUARANTINE).exists():
+        if not (rejected := folder / REJECTED_ROWS).exists():
             shutil.rmtree(folder)
     evaluated = "".join(f", {len(each):,} of {name}" for name, each in prompts.evaluation.items())
     yield f"prompts: {len(prompts):,} to train on{evaluated}"
-    if bad_rows.exists():
-        yield f"rows that cannot be used: {bad_rows}"
+    if rejected.exists():
+        yield f"rejected rows: {rejected}"
 
 
 def _load(config: RunConfig, tokenizer: Any, folder: Path, described: dict[str, Any]) -> PromptSet:
-    """All prompts that leave room for a response of training."""
+    """Load all prompts that leave room for a response of training."""
     data = config.data
     limits = DatasetLimits(
         max_prompt_tokens=_longest_prompt(config, described),
@@ -99,7 +98,7 @@ def _load(config: RunConfig, tokenizer: Any, folder: Path, described: dict[str, 
 def make_encoder(
     data: DataConfig, tokenizer: Any, columns: Columns | None = None, instruction: str | None = None
 ) -> PromptEncoder:
-    """`columns`, `instruction`: those of a dataset; None: those of the data that is trained on."""
+    """Return an encoder. `columns` and `instruction` are a dataset's; None: those of the training data."""
     if instruction is None:
         instruction = data.instruction
     if instruction is None:
@@ -128,7 +127,7 @@ def _evaluation_files(config: RunConfig, tokenizer: Any) -> dict[str, DatasetFil
 
 
 def longest_request(config: RunConfig, prompts: PromptSet) -> int:
-    """Tokens of a prompt and its response, at most, in training and evaluation."""
+    """Return the most tokens of a prompt and its response together, in training and evaluation."""
     training = prompts.max_tokens + config.rollout.max_new_tokens
     response = config.evaluation.max_new_tokens or config.rollout.max_new_tokens
     evaluated = [len(prompt.token_ids) + response for each in prompts.evaluation.values() for prompt in each]
@@ -136,12 +135,10 @@ def longest_request(config: RunConfig, prompts: PromptSet) -> int:
 
 
 def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:
-    """Longer ones would not leave room for a response."""
-    limits = {
-        "actor.microbatch_tokens": config.actor.microbatch_tokens,
-    }
+    """Return the most tokens that leave room for a response. Raises DataError."""
+    limits = {"actor.microbatch_tokens": config.actor.microbatch_tokens}
     if (positions := _positions(described)) is not None:
-        limits["the model's positions (max_position_embeddings, less what servers keep back)"] = positions
+        limits["the model's positions (max_position_embeddings, less those that servers keep)"] = positions
     name, limit = min(limits.items(), key=lambda item: item[1])
     longest = limit - config.rollout.max_new_tokens
     if longest < 1:
@@ -153,7 +150,7 @@ def _longest_prompt(config: RunConfig, described: dict[str, Any]) -> int:
 
 
 def _positions(described: dict[str, Any]) -> int | None:
-    """What SGLang leaves of them to a prompt and its response; longer requests are refused, or cut."""
+    """Return how many positions SGLang has for a prompt and its response: it refuses or cuts longer requests."""
     found = described.get("max_position_embeddings")
     return found - _KEPT_BACK if found is not None else None
 
@@ -161,7 +158,7 @@ def _positions(described: dict[str, Any]) -> int | None:
 def _with_room(
     config: RunConfig, evaluation: Mapping[str, Sequence[Prompt]], described: dict[str, Any]
 ) -> Mapping[str, Sequence[Prompt]]:
-    """Without the prompts that leave no room for a response of an evaluation, which a server refuses."""
+    """Leave out prompts without room for a response of an evaluation, which a server would refuse."""
     positions, tokens = _positions(described), config.evaluation.max_new_tokens
     if positions is None or tokens is None:
         return evaluation

@@ -1,4 +1,4 @@
-"""Which prompts are trained on, in which order, and which are kept for evaluation."""
+"""The prompts of training, in their order, and of evaluations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from megatron_a3po.prompts.encoder import PromptEncoder, Question
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One question, ready to be sent to a rollout server, with what its reward is computed from."""
+    """One question as token ids for a rollout server, with the data that its reward is computed from."""
 
     prompt_id: str
     """The same in every run with the same data settings"""
@@ -24,12 +24,14 @@ class Prompt:
 
 
 class Questions(Protocol):
-    """Any number of questions, of which few are in memory."""
+    """A sequence of questions, in memory or not."""
 
-    def __getitem__(self, index: int) -> Question: ...
+    def __getitem__(self, index: int) -> Question:
+        """Return one question."""
 
 
 def make_prompt(question: Question, encoder: PromptEncoder) -> Prompt:
+    """Encode a question. Raises ValueError for a conversation that cannot be written as text."""
     return Prompt(
         prompt_id=question.prompt_id,
         token_ids=encoder.encode(question),
@@ -40,7 +42,7 @@ def make_prompt(question: Question, encoder: PromptEncoder) -> Prompt:
 
 
 class PromptSet:
-    """Prompts of evaluations, and an endless stream of training prompts that depends on nothing but the index."""
+    """The prompts of evaluations, and an endless stream of training prompts that depends only on the index."""
 
     def __init__(
         self,
@@ -53,9 +55,14 @@ class PromptSet:
         fingerprint: str,
         max_tokens: int,
     ) -> None:
-        """`training`: [training prompts] indices into `questions`, of which each epoch has every one once. evaluation:
-        by the name of their dataset. fingerprint: of the training prompts and their answers, in this order. max_tokens:
-        no training prompt has more."""
+        """Make the stream.
+
+        Args:
+            training: [training prompts] int64, indices into `questions`; each epoch has every one once.
+            evaluation: prompts by the name of their dataset.
+            fingerprint: a hash of the training prompts and their answers, in this order.
+            max_tokens: length of the longest training prompt.
+        """
         self._questions = questions
         self._training = training
         self._encoder = encoder
@@ -65,19 +72,19 @@ class PromptSet:
         self.max_tokens = max_tokens
 
     def __len__(self) -> int:
-        """Number of different training prompts, which is the length of an epoch."""
+        """Return the number of training prompts, which is the length of an epoch."""
         return len(self._training)
 
     @property
     def held_out(self) -> Sequence[Prompt]:
-        """Those of the first evaluation dataset."""
+        """The prompts of the first evaluation dataset"""
         return next(iter(self.evaluation.values()), ())
 
     def training_prompt(self, index: int) -> Prompt:
-        """Prompt number `index` (from 0, without end) of the training stream.
+        """Return prompt number `index`, from 0 without end, of the training stream.
 
-        Every epoch is a fresh permutation of all training prompts, drawn from (order_seed, epoch) alone. So a run that
-        was killed resumes the very stream it left, from nothing but the number of prompts it had taken.
+        Every epoch is a new permutation of all training prompts, drawn from (order_seed, epoch) alone. So a resumed run
+        needs only the number of prompts that were taken to continue the same stream.
         """
         if index < 0:
             raise IndexError(f"training prompts are numbered from 0, got {index}")
@@ -86,6 +93,6 @@ class PromptSet:
         return make_prompt(self._questions[int(self._training[order[position]])], self._encoder)
 
 
-@lru_cache(maxsize=4)  # the stream crosses from one epoch to the next while both are in use
+@lru_cache(maxsize=4)  # two epochs are in use where one ends
 def _epoch_order(*, num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.default_rng((seed, epoch)).permutation(num_prompts)

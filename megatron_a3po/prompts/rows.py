@@ -1,4 +1,4 @@
-"""From the row of a dataset to a question, or to the reason why it is none."""
+"""Turn a row of a dataset into a question, or say why it cannot be one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PROMPT, ANSWER, ID = "prompt", "answer", "id"
 
 
 class BadRow(StrEnum):
-    """Why a row is put into quarantine."""
+    """Why a row is rejected."""
 
     BROKEN_JSON = "broken_json"
     INVALID_UTF8 = "invalid_utf8"
@@ -21,12 +21,12 @@ class BadRow(StrEnum):
     EMPTY = "empty"
     DUPLICATE_ID = "duplicate_id"
     CONTRADICTION = "contradiction"
-    """The prompt of an earlier row, with another answer"""
+    """The prompt of an earlier row with another answer"""
     OUTSIDE_VOCABULARY = "token_outside_vocabulary"
 
 
 class RowProblem(Exception):
-    """A row that cannot be used."""
+    """A row cannot be used."""
 
     def __init__(self, reason: BadRow, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -36,17 +36,20 @@ class RowProblem(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """Which column is what. `columns` maps prompt, answer, id, and names of a reward function's choice to columns; dots
-    lead into nested ones."""
+    """The columns of a dataset.
+
+    `columns` maps `prompt`, `answer`, `id` and any names that a reward function needs to columns. Dots in a column lead
+    into nested ones.
+    """
 
     columns: Mapping[str, str]
     instruction: str = ""
-    """What each question ends with, unless the configuration says otherwise"""
+    """The end of each question, unless the configuration has another one"""
     read_answer: Callable[[Any], Any] = lambda answer: answer
 
 
 def _gsm8k_answer(solution: Any) -> Any:
-    """The number behind the solution's "####", without commas."""
+    """Return the number after the solution's "####", without commas. Raises RowProblem."""
     if not isinstance(solution, str):
         return solution
     _, found, answer = solution.rpartition("####")
@@ -61,18 +64,18 @@ SCHEMAS = {
         instruction="Please reason step by step, and put your final answer within \\boxed{}.",
         read_answer=_gsm8k_answer,
     ),
-    # The prompts say themselves how to answer.
+    # The prompts already say how to answer.
     "dapo_math": Schema(columns={PROMPT: "prompt", ANSWER: "reward_model.ground_truth", ID: "extra_info.index"}),
 }
 
 
 def make_schema(columns: str | Mapping[str, str]) -> Schema:
-    """A built-in schema by its name, or a mapping of one's own."""
+    """Return the built-in schema of this name, or the schema of a mapping."""
     return SCHEMAS[columns] if isinstance(columns, str) else Schema(columns=columns)
 
 
 def to_question(row: Mapping[str, Any], schema: Schema, *, source: str, number: int) -> Question:
-    """`number`: of the row in its dataset, which names it where the schema has no id. Raises RowProblem."""
+    """Convert a row. `number`, of the row in its dataset, is its id if the schema has none. Raises RowProblem."""
     values = {name: _value(row, path) for name, path in schema.columns.items()}
     prompt = _checked_prompt(values.pop(PROMPT))
     answer = None
@@ -127,4 +130,4 @@ def _check_text(value: Any) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise RowProblem(BadRow.INVALID_UTF8, "half a surrogate pair, which is no character") from None
+            raise RowProblem(BadRow.INVALID_UTF8, "half a surrogate pair, which is not a character") from None

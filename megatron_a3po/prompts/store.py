@@ -1,4 +1,4 @@
-"""Questions on the disk: of a million of them, eight bytes each are in memory."""
+"""Keep questions on the disk, with eight bytes of memory for each."""
 
 import json
 import os
@@ -13,11 +13,13 @@ from megatron_a3po.prompts.rows import BadRow, RowProblem
 
 
 class QuestionStore:
-    """Append-only, in a file without a name that goes with the process. The run is thereby independent of what happens
-    to the dataset, and any format of one is read in order and only once."""
+    """An append-only sequence of questions in an unnamed file, which ends with the process.
+
+    So a run does not depend on its dataset after the start, and a dataset of any format is read only once, in order.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the questions are asked for)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the store)
         self._ends = array("Q", [0])
 
     def __len__(self) -> int:
@@ -32,7 +34,7 @@ class QuestionStore:
         return Question(**content)
 
     def append(self, question: Question) -> None:
-        """Raises RowProblem for a row of other than JSON's types, and DataError where the disk is full."""
+        """Append a question. Raises RowProblem for types that JSON does not have, and DataError if the disk is full."""
         content = {
             "prompt_id": question.prompt_id,
             "prompt": question.prompt,
@@ -46,5 +48,5 @@ class QuestionStore:
         try:
             self._file.write(encoded)
         except OSError as error:
-            raise DataError(f"a copy of the dataset cannot be kept in run_dir: {error}; make room there") from error
+            raise DataError(f"run_dir has no room for a copy of the dataset: {error}; free disk space there") from error
         self._ends.append(self._ends[-1] + len(encoded))

@@ -1,4 +1,4 @@
-"""Prompts of a reasoning-gym task."""
+"""Make the prompts of a reasoning-gym task."""
 
 import difflib
 import hashlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 Entry = dict[str, Any]
-"""What reasoning-gym makes for one index: `question`, `answer` and `metadata`."""
+"""reasoning-gym's entry for one index: `question`, `answer` and `metadata`"""
 
 
 def load_task(
@@ -41,37 +41,39 @@ def load_task(
     """Make the prompts of a reasoning-gym task.
 
     Args:
-        task: name that the task is registered under, for instance `spell_backward`.
-        task_options: the task's own settings, without `size` and `seed`.
+        task: its name in reasoning-gym, for instance `spell_backward`.
+        task_options: its own settings, without `size` and `seed`.
         size: number of entries to generate; fewer prompts remain after the pattern and after dropping duplicates.
-        seed: seeds the entries, and so the split into held-out and training prompts; at least 0.
+        seed: seeds the entries, and so decides which are held out; at least 0.
         prompt_pattern: regular expression that the whole question must match; None keeps every question.
-        num_held_out: the first so many prompts are never trained on.
-        encoder: makes token ids of the questions.
-        evaluation: more prompts for evaluations, by the name of their dataset.
+        num_held_out: how many prompts, from the first, are kept for evaluation.
+        encoder: encodes the questions.
+        evaluation: further prompts for evaluations by the name of their dataset.
         order_seed: seeds the order of every epoch; at least 0.
-        max_prompt_tokens: longer prompts are left out; None: none is.
+        max_prompt_tokens: longer prompts are left out; None: no limit.
         vocab_size: of the model; None: unknown.
 
     Raises:
-        DataError: unknown task, settings that the task refuses, a broken pattern, too few prompts, or a tokenizer of
-            another model.
+        DataError: the task is unknown or refuses its settings, the pattern is invalid, there are too few prompts, or
+            the tokenizer belongs to another model.
     """
     dataset = _create_dataset(task, task_options, size=size, seed=seed)
     try:
         pattern = re.compile(prompt_pattern) if prompt_pattern is not None else None
     except re.error as error:
-        raise DataError(f"prompt_pattern {prompt_pattern!r} is not a regular expression: {error}") from error
+        raise DataError(
+            f"data.prompt_pattern = {prompt_pattern!r} is not a regular expression: {error}; correct it"
+        ) from error
     entries = _select(((index, dataset[index]) for index in range(size)), pattern)
     questions = [_question(f"{task}/{seed}/{index}", entry) for index, entry in entries.items()]
     num_different = len(questions)
     questions, max_tokens = _fitting(questions, encoder, max_prompt_tokens, vocab_size)
     if not 0 <= num_held_out < len(questions):
         raise DataError(
-            f"task {task!r} gives {num_different} different prompts out of size={size} (prompt_pattern="
-            f"{prompt_pattern!r}), {len(questions)} of them short enough (max_prompt_tokens={max_prompt_tokens}), of "
-            f"which num_held_out={num_held_out} are to be kept for evaluation and at least one must remain for "
-            "training: raise size, lower num_held_out, or loosen prompt_pattern or the task's options"
+            f"data.task = {task!r} gives {num_different} different prompts out of data.size = {size} "
+            f"(data.prompt_pattern = {prompt_pattern!r}), {len(questions)} of them short enough (max_prompt_tokens = "
+            f"{max_prompt_tokens}), but data.num_held_out = {num_held_out} are for evaluation, and training needs at "
+            "least one; raise data.size, lower data.num_held_out, or loosen data.prompt_pattern or data.task_options"
         )
     held_out = [make_prompt(question, encoder) for question in questions[:num_held_out]]
     return PromptSet(
@@ -93,13 +95,13 @@ def _fingerprint(questions: Sequence[Question]) -> str:
 def _fitting(
     questions: list[Question], encoder: PromptEncoder, max_prompt_tokens: int | None, vocab_size: int | None
 ) -> tuple[list[Question], int]:
-    """Those that are short enough, and the length of the longest one."""
+    """Return the questions that are short enough, and the length in tokens of the longest."""
     encoded = encoder.encode_all(questions)
     largest = max((max(token_ids) for token_ids in encoded), default=0)
-    if vocab_size is not None and largest >= vocab_size:  # of which a server dies
+    if vocab_size is not None and largest >= vocab_size:  # which would crash a server
         raise DataError(
             f"the tokenizer gives id {largest}, but the model's vocabulary has {vocab_size} entries: the tokenizer in "
-            "the model's folder belongs to another model"
+            "the model's folder belongs to another model; copy the model's own"
         )
     lengths = list(map(len, encoded))
     limit = max(lengths, default=0) if max_prompt_tokens is None else max_prompt_tokens
@@ -114,25 +116,29 @@ def _question(prompt_id: str, entry: Entry) -> Question:
 
 
 def _create_dataset(task: str, task_options: Mapping[str, Any], *, size: int, seed: int) -> "ProceduralDataset":
-    # Imported here: it takes about a second, and many commands of the package never ask for a prompt.
+    # Imported here: it takes about a second, and many commands need no prompt.
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if task not in DATASETS:
-        raise DataError(f"reasoning-gym has no task {task!r}; {_nearest(task, DATASETS)}")
+        raise DataError(f"data.task = {task!r}: reasoning-gym has no such task; {_nearest(task, DATASETS)}")
     if size < 1 or seed < 0:
-        raise DataError(f"task {task!r} needs size >= 1 and seed >= 0, got size={size} and seed={seed}")
+        raise DataError(
+            f"data.task = {task!r} needs data.size >= 1 and data.seed >= 0, not data.size = {size}, data.seed = {seed}"
+        )
     known_options = {option.name for option in fields(DATASETS[task][1])} - {"size", "seed"}
     for option in task_options:
         if option not in known_options:
-            raise DataError(f"task {task!r} has no option {option!r}; {_nearest(option, known_options)}")
+            raise DataError(f"data.task_options: {task!r} has no option {option!r}; {_nearest(option, known_options)}")
     try:
         return create_dataset(task, size=size, seed=seed, **task_options)
     except (AssertionError, TypeError, ValueError) as error:
-        raise DataError(f"task {task!r} refuses the options {dict(task_options)}: {error}") from error
+        raise DataError(
+            f"data.task_options = {dict(task_options)}: {task!r} refuses them: {error}; correct them"
+        ) from error
 
 
 def _select(indexed_entries: Iterable[tuple[int, Entry]], pattern: re.Pattern[str] | None) -> dict[int, Entry]:
-    """The entries whose question matches, each question once whatever its case, in the order given."""
+    """Return the entries whose question matches, in order. Questions that differ only in case count once."""
     chosen: dict[int, Entry] = {}
     seen: set[str] = set()
     for index, entry in indexed_entries:

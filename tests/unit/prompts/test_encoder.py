@@ -79,7 +79,7 @@ def test_the_template_writes_the_prompt(tokenizer: Any, prompt: Any, settings: d
 def test_without_a_template_the_text_goes_as_it_is(plain: Any) -> None:
     assert written(plain, "1+1?", instruction="In a box.") == "1+1?\n\nIn a box."
     assert written(plain, CONVERSATION[:1]) == "1+1?"
-    with pytest.raises(ValueError, match="3 messages needs a chat template"):
+    with pytest.raises(ValueError, match="3 messages"):
         written(plain, CONVERSATION)
 
 
@@ -124,7 +124,7 @@ def test_many_at_once_are_encoded_as_one_by_one(tokenizer: Any) -> None:
 
 
 def test_a_conversation_that_the_template_refuses_is_an_error_of_its_own(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="the chat template refuses it: no tools"):
+    with pytest.raises(ValueError, match="no tools"):
         written(tokenizer, [{"role": "tool", "content": "x"}])
 
 
@@ -137,9 +137,9 @@ def test_the_text_of_a_question_is_what_was_asked_last() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"chat_template": True}, "data.chat_template = true, but the model's tokenizer has none"),
-        ({"system_prompt": "S"}, "data.system_prompt = 'S' .* need a chat template"),
-        ({"enable_thinking": False}, "data.enable_thinking = False need a chat template"),
+        ({"chat_template": True}, r"data\.chat_template = true"),
+        ({"system_prompt": "S"}, r"data\.system_prompt = 'S'"),
+        ({"enable_thinking": False}, r"data\.enable_thinking = False"),
     ],
 )
 def test_what_needs_a_template_is_refused_without_one(plain: Any, settings: dict[str, Any], message: str) -> None:
@@ -149,5 +149,5 @@ def test_what_needs_a_template_is_refused_without_one(plain: Any, settings: dict
 
 def test_a_switch_that_the_template_does_not_know_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}")
-    with pytest.raises(DataError, match="has no such switch"):
+    with pytest.raises(DataError, match=r"data\.enable_thinking = True"):
         PromptEncoder(tokenizer, enable_thinking=True)

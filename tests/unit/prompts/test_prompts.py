@@ -56,9 +56,9 @@ def test_prompts_that_are_too_long_are_left_out_and_a_foreign_tokenizer_is_refus
     longest = len(INSTRUCTION) + 6
 
     assert len(load(prompt_pattern=None, max_prompt_tokens=longest)) == len(load(prompt_pattern=None))
-    with pytest.raises(DataError, match=r"0 of them short enough \(max_prompt_tokens=20\)"):
+    with pytest.raises(DataError, match=r" 0 of them .*max_prompt_tokens = 20"):
         load(max_prompt_tokens=20)
-    with pytest.raises(DataError, match="gives id 122, but the model's vocabulary has 120 entries"):
+    with pytest.raises(DataError, match=r"122.* 120"):
         load(vocab_size=120)
 
 
@@ -140,14 +140,14 @@ def test_duplicates_of_a_real_task_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "spel_backward"}, "no task 'spel_backward'; did you mean spell_backward"),
-        ({"task_options": {"min_word": 6}}, "no option 'min_word'; did you mean min_word_len"),
-        ({"task_options": {"seed": 3}}, "no option 'seed'"),
-        ({"task_options": {"min_word_len": 9, "max_word_len": 3}}, "max_word_len must be >= min_word_len"),
-        ({"prompt_pattern": "("}, "is not a regular expression"),
-        ({"size": 0}, "size=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"num_held_out": -1}, "num_held_out=-1"),
+        ({"task": "spel_backward"}, r"data\.task = 'spel_backward'.*spell_backward"),
+        ({"task_options": {"min_word": 6}}, r"data\.task_options.*'min_word'.*min_word_len"),
+        ({"task_options": {"seed": 3}}, r"data\.task_options.*'seed'"),
+        ({"task_options": {"min_word_len": 9, "max_word_len": 3}}, r"data\.task_options.*max_word_len"),
+        ({"prompt_pattern": "("}, r"data\.prompt_pattern = '\('"),
+        ({"size": 0}, r"data\.size = 0"),
+        ({"seed": -1}, r"data\.seed = -1"),
+        ({"num_held_out": -1}, r"data\.num_held_out = -1"),
     ],
 )
 def test_a_mistake_in_the_settings_is_an_error_that_names_it(changes: dict[str, Any], message: str) -> None:
@@ -160,7 +160,7 @@ def test_too_few_prompts_are_an_error_with_counts_and_a_remedy() -> None:
 
     assert len(load(num_held_out=num_prompts - 1)) == 1
     with pytest.raises(
-        DataError, match=rf"'spell_backward' gives {num_prompts} .*num_held_out={num_prompts}.*raise size"
+        DataError, match=rf"gives {num_prompts} .*data\.num_held_out = {num_prompts} .*raise data\.size"
     ):
         load(num_held_out=num_prompts)
     with pytest.raises(DataError, match="gives 0 different prompts"):
