@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from megatron_a3po.algorithm import proximal
-from megatron_a3po.config.schema import ProximalMethod
+from megatron_a3po.algorithm.objective import Objective
+from megatron_a3po.config.schema import AlgorithmConfig, ProximalMethod
 from megatron_a3po.preflight import families, variants
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.types import Microbatch
@@ -22,8 +23,7 @@ SNIPPETS = blocks("docs/extending.md", "python")
 def test_a_proximal_method_is_a_function_and_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proximal, "INTERPOLATIONS", dict(proximal.INTERPOLATIONS))
     exec(SNIPPETS[0], {})
-    loss = objective("loglinear")
-    loss._config = loss._config.model_copy(update={"proximal": "older"})
+    loss = Objective(proximal="older", loss=AlgorithmConfig().loss_options())
     microbatch, theta, entropy = batch()
     theirs = run(objective("recompute"), _with_recomputed(microbatch, theta), theta, entropy)
     ours = run(loss, microbatch, theta, entropy)
