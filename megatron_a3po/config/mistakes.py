@@ -1,4 +1,4 @@
-"""What is wrong with a configuration."""
+"""Mistakes in a configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What is wrong with one key, and what to do."""
+    """One wrong key, with its value, the problem and the remedy."""
 
     key: str
     value: Any
     problem: str
     remedy: str
     also: tuple[str, ...] = ()
-    """The other keys whose values make this one wrong."""
+    """Other keys whose values make this one wrong."""
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {self.value!r}"
         return f"{self.key}{shown}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
 
     def follows_from(self, wrong: set[str]) -> bool:
-        """Whether a key of this mistake, or the section of one, is among those that were wrong already."""
+        """Return whether `wrong` holds a key of this mistake or the section of one."""
         return any(f"{key}.".startswith(f"{other}.") for key in (self.key, *self.also) for other in wrong)

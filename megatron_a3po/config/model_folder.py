@@ -1,4 +1,4 @@
-"""The two kinds of folder that a run can start from. Imports no torch."""
+"""The two kinds of model folder that a run can start from. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from megatron_a3po.errors import ConfigError
 
 MEGATRON_WEIGHTS = "weights"
-"""Beside config.json and the tokenizer: a checkpoint in Megatron's torch_dist format, instead of safetensors."""
+"""Subfolder with a checkpoint in Megatron's torch_dist format, which replaces the safetensors files."""
 
 
 class UnreadableModel(ConfigError):
-    """A folder whose config.json is missing or no description of a model."""
+    """Error: the config.json of a folder is missing or does not describe a model."""
 
     def __init__(self, folder: Path, problem: str, remedy: str) -> None:
         super().__init__(f"{folder}: {problem}; {remedy}")
@@ -20,13 +20,13 @@ class UnreadableModel(ConfigError):
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """What config.json says. Raises UnreadableModel."""
+    """Return the contents of config.json. Raises UnreadableModel."""
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        remedy = "give a Hugging Face model folder: docs/production.md downloads some, and tools/make_tiny_model.py "
-        remedy += "makes a tiny one"
-        raise UnreadableModel(folder, "no config.json there", remedy) from None
+        remedy = "give a Hugging Face model folder; docs/production.md has download commands, and "
+        remedy += "tools/make_tiny_model.py makes a tiny model"
+        raise UnreadableModel(folder, "the folder has no config.json", remedy) from None
     except (OSError, ValueError, RecursionError) as error:
         problem = f"its config.json cannot be read ({error})"
         raise UnreadableModel(folder, problem, "copy or download it again") from None
@@ -36,5 +36,5 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def has_megatron_weights(model: Path) -> bool:
-    """Whether the folder is one that `tools/convert_hf_to_megatron.py` makes."""
+    """Return whether the folder holds weights converted by `tools/convert_hf_to_megatron.py`."""
     return any((model / MEGATRON_WEIGHTS / name).exists() for name in (".metadata", "manifest.json"))

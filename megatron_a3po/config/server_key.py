@@ -1,4 +1,7 @@
-"""The key that rollout servers ask for. It comes from a file or the environment: everybody sees a command line."""
+"""The key that rollout servers require.
+
+It comes from a file or the environment, because every user of a machine can read command lines.
+"""
 
 import os
 import re
@@ -14,19 +17,19 @@ _MAKE_ONE = "make one with `openssl rand -hex 32`"
 
 
 def read_server_key(key_file: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """From the file, or else from the environment; None: no key. Raises ConfigError."""
+    """Return the key in the file or, without a file, in the environment; None: no key. Raises ConfigError."""
     if key_file is not None:
         if (mistake := find_key_mistake(key_file)) is not None:
             raise ConfigError(str(mistake))
         return key_file.read_text(encoding="ascii").strip()
     key = environment.get(KEY_VARIABLE)
     if key is not None and not _is_key(key):
-        raise ConfigError(f"{KEY_VARIABLE} holds no key, which is one word of visible ASCII characters; {_MAKE_ONE}")
+        raise ConfigError(f"{KEY_VARIABLE} is not a key (one word of visible ASCII characters); {_MAKE_ONE}")
     return key
 
 
 def find_key_mistake(key_file: Path) -> Mistake | None:
-    """Why this is no file for a key; the message does not show what is in it."""
+    """Return what is wrong with the key's file, without showing its content, or None."""
 
     def mistake(problem: str, remedy: str) -> Mistake:
         return Mistake("rollout.key_file", str(key_file), problem, remedy)
@@ -34,14 +37,14 @@ def find_key_mistake(key_file: Path) -> Mistake | None:
     try:
         mode = key_file.stat().st_mode
         if not stat.S_ISREG(mode):
-            return mistake("no regular file", f"{_MAKE_ONE}, in a file that only its owner may read")
+            return mistake("not a regular file", f"{_MAKE_ONE}, in a file that only its owner may read")
         if mode & 0o077:
-            return mistake(f"others may read it (mode {mode & 0o777:04o})", f"chmod 600 {key_file}")
+            return mistake(f"others may read it (mode {mode & 0o777:04o})", f"run `chmod 600 {key_file}`")
         content = key_file.read_bytes().decode("latin-1")
     except OSError as error:
         return mistake(f"cannot be read ({error.strerror})", f"{_MAKE_ONE}, in a file that only its owner may read")
     if not _is_key(content.strip()):
-        return mistake("holds no key, which is one word of visible ASCII characters", _MAKE_ONE)
+        return mistake("does not hold a key (one word of visible ASCII characters)", _MAKE_ONE)
     return None
 
 

@@ -1,4 +1,4 @@
-"""YAML files with `base:` inheritance and `key=value` overrides, read into one nested dictionary, and written."""
+"""YAML files with `base:` inheritance and `key=value` overrides, read into one nested dictionary and written back."""
 
 import re
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from megatron_a3po.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two repairs: `2e-4` is a number, and a key given twice is an error instead of the last one."""
+    """YAML 1.1 with two changes: `2e-4` is a number, and a key that occurs twice is an error."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads: the text "2e-4" in quotes."""
+    """Write what `_Loader` reads back: the text "2e-4" gets quotes."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -24,10 +24,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str):
-            problem = f"the key {key!r} is not text; put it in quotes, or all of a value like `{{{{ name }}}}`"
+            problem = (
+                f"the key {key!r} is not text; quote it, or quote the whole value if it looks like `{{{{ name }}}}`"
+            )
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -64,7 +66,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], 
     `base:`. Raises ConfigError if a file cannot be read.
     """
     if path.resolve() in seen:
-        raise ConfigError(f"{path}: `base:` leads back to this file; remove one of the `base:` lines")
+        raise ConfigError(f"{path}: `base:` refers back to this file; remove one of the `base:` lines")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
@@ -78,7 +80,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], 
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds {type(values).__name__}, not keys and values")
+        raise ConfigError(f"{path}: contains {type(values).__name__} instead of keys and values")
     base = values.pop("base", None)
     if base is None:
         return values, []
@@ -92,7 +94,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> tuple[dict[str, Any], 
 
 
 def parse_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[Mistake]:
-    """Apply `a.b=value` (value in YAML) to `values` in place; returns what could not be applied."""
+    """Apply overrides `a.b=value` (value in YAML) to `values` in place; return those that cannot be applied."""
     mistakes = []
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -116,12 +118,12 @@ def parse_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[Mi
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """The text that `read_yaml` reads back as `values`."""
+    """Return YAML text that `read_yaml` reads back as `values`."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    """Mappings key by key; null for one takes all of it back, and a list replaces a list."""
+    """Merge mappings key by key; null removes an inherited mapping, and a list replaces a list."""
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
             _merge(into[key], value)

@@ -1,0 +1,1 @@
+"""Checks before anything starts: can this run, and in how much memory and time? Imports no torch."""

@@ -1,18 +1,17 @@
-"""How much memory a training rank needs, from the configuration and the model's sizes alone."""
+"""The memory of a training rank, estimated from the configuration and the sizes of the model."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_a3po.config.schema import ParallelConfig, RunConfig
-from megatron_a3po.preflight.activations import layer_activation_bytes
 from megatron_a3po.preflight.architecture import Architecture
 
 VOCAB_MULTIPLE = 64
-"""The vocabulary of every tensor-parallel rank is padded to a multiple of this; on one rank it is not padded."""
+"""The vocabulary of each tensor-parallel rank is padded to a multiple of this; without tensor parallelism it is not."""
 LARGE_LOGITS_BYTES = 1 << 30
-"""Of the logits and their gradient: above it, `actor.output_layer: auto` is fused."""
+"""Above this size of the logits and their gradient, `actor.output_layer: auto` is fused."""
 TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Float32 logits that the log-probs are computed from at a time."""
+"""Number of float32 logits from which log-probs are computed at a time."""
 _FLOAT32 = 4
 
 
@@ -23,7 +22,7 @@ class RankParameters:
     dense: int
     experts: int
     matrices: int
-    """those of `dense` that Transformer Engine multiplies in FP8, where the precision is that"""
+    """the part of `dense` that Transformer Engine multiplies in FP8, if the precision is fp8"""
 
     @property
     def total(self) -> int:
@@ -34,33 +33,33 @@ class RankParameters:
 class MemoryEstimate:
     """Bytes on the device of one rank of a pipeline stage.
 
-    Left out: the CUDA context and loaded kernels (1 to 2 GiB), buffers of NCCL, of pipeline communication and of
-    publication (a few of `publish.bucket_bytes`), temporary tensors of the layer at work, the reload of a reference
-    policy, fragmentation of the allocator, a microbatch longer than `actor.microbatch_tokens`, and experts that see
-    more than their share of the tokens. Activations are counted in the precision of the weights: with FP8, which keeps
-    some of them in one byte, that is too many.
+    The estimate leaves out the CUDA context and loaded kernels (1 to 2 GiB), buffers of NCCL, of pipeline communication
+    and of publication (a few times `publish.bucket_bytes`), temporary tensors of the current layer, the reload of a
+    reference policy, fragmentation of the allocator, microbatches longer than `actor.microbatch_tokens`, and experts
+    that see more than their share of the tokens. Activations are counted in the precision of the weights, which is too
+    much for FP8, where some take one byte.
     """
 
     stage: int
     parameters: RankParameters
     output_layer: Literal["fused", "logits"]
-    """The last stage's"""
+    """of the last stage"""
     microbatches_in_flight: float
-    """Whole forward passes of the stage whose activations wait for their backward pass"""
+    """forward passes of the stage whose activations wait for their backward pass"""
     weights: int
     gradients: int
     optimizer: int
-    """Masters and moments; 0 where they are kept in host memory"""
+    """masters and moments; 0 if they are kept in host memory"""
     activations: int
     logits: int
-    """What the output layer needs beside its weight: the logits and their gradient, or tiles of them and sums"""
+    """memory of the output layer besides its weight: logits and their gradient, or tiles of them and sums"""
     host: int
-    """In host memory: the optimizer's state and gradients if it is offloaded, and the weights of a reference policy"""
+    """in host memory: state and gradients of an offloaded optimizer, and the weights of a reference policy"""
     saving: int
-    """On the device while a checkpoint is made, between steps, on the fullest rank at that time; no part of `total`"""
+    """on the device of the fullest rank while a checkpoint is saved between steps; not part of `total`"""
     saving_host: int
-    """In host memory while a checkpoint is made or loaded, beside `host`: masters and moments of all parameters of a
-    rank, not of its shard of them alone. Left out: up to two copies of one of the three in passing."""
+    """in host memory, in addition to `host`, while a checkpoint is saved or loaded: masters and moments of all parameters
+    of a rank, not only of its shard; leaves out up to two temporary copies of one of the three"""
 
     @property
     def total(self) -> int:
@@ -68,7 +67,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(config: RunConfig, architecture: Architecture, world_size: int) -> MemoryEstimate:
-    """Of the fullest rank. `config` must fit the model and `world_size`, as the checks of `load_config` find."""
+    """Estimate the memory of the fullest rank of a configuration that has passed the checks of `load_config`."""
     pipeline = config.parallel.pipeline
     stages = [_estimate_stage(config, architecture, world_size, stage) for stage in range(pipeline)]
     fullest = max(stages, key=lambda it: it.total)
@@ -77,7 +76,7 @@ def estimate_memory(config: RunConfig, architecture: Architecture, world_size: i
 
 
 def rank_parameters(parallel: ParallelConfig, architecture: Architecture, stage: int) -> RankParameters:
-    """Of one rank of pipeline stage `stage`; the stage's ranks hold equal numbers."""
+    """Return the parameters of one rank of a pipeline stage; all ranks of a stage hold equal numbers."""
     tensor, last = parallel.tensor, parallel.pipeline - 1
     layers = [architecture.layer_parameters(index) for index in layers_of_stage(parallel, architecture, stage)]
     matrices = sum(layer.sharded for layer in layers) // tensor
@@ -86,26 +85,26 @@ def rank_parameters(parallel: ParallelConfig, architecture: Architecture, stage:
     if stage == 0:
         dense += table
     if stage == last:
-        # Tied to an embedding on another stage, the output layer has a copy of it.
+        # An output layer that is tied to an embedding on another stage has a copy of it.
         dense += architecture.hidden_size + (table if last > 0 or not architecture.tied_embeddings else 0)
     experts = sum(layer.experts for layer in layers) // parallel.expert
     return RankParameters(dense=dense, experts=experts, matrices=matrices)
 
 
 def padded_vocab_size(parallel: ParallelConfig, architecture: Architecture) -> int:
-    """Over all tensor-parallel ranks."""
+    """Return the number of rows of the embedding over all tensor-parallel ranks."""
     multiple = VOCAB_MULTIPLE * parallel.tensor if parallel.tensor > 1 else 1
     return -(-architecture.vocab_size // multiple) * multiple
 
 
 def logits_bytes(config: RunConfig, architecture: Architecture) -> int:
-    """The logits of a full microbatch and their gradient, on one rank of the last stage."""
+    """Return the bytes of the logits of a full microbatch and their gradient on one rank of the last stage."""
     columns = padded_vocab_size(config.parallel, architecture) // config.parallel.tensor
     return 2 * config.actor.microbatch_tokens * columns * _item_bytes(config)
 
 
 def choose_output_layer(config: RunConfig, architecture: Architecture) -> Literal["fused", "logits"]:
-    """What `actor.output_layer` says; auto avoids large logits."""
+    """Return the output layer of `actor.output_layer`, where auto avoids large logits."""
     wanted = config.actor.output_layer
     if wanted != "auto":
         return wanted
@@ -113,19 +112,19 @@ def choose_output_layer(config: RunConfig, architecture: Architecture) -> Litera
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """The estimate for people, one line for each use of memory."""
+    """Return the estimate as text, one line for each use of memory."""
     notes = {
         "weights": f"{readable_count(estimate.parameters.total)} parameters",
         "gradients": "float32",
         "optimizer": "offloaded" if estimate.optimizer == 0 else "this rank's shard",
         "activations": f"microbatches in flight: {estimate.microbatches_in_flight:.3g}",
-        "logits": "with the tiles that they are computed in" if estimate.logits else "on the last stage only",
+        "logits": "including the tiles for log-probs" if estimate.logits else "on the last stage only",
         "total": "",
         "host": "host memory",
-        "saving": "while a checkpoint is made: of the fullest rank then",
-        "saving_host": "host memory of a rank while a checkpoint is made or loaded",
+        "saving": "the fullest rank while a checkpoint is saved",
+        "saving_host": "host memory of a rank while a checkpoint is saved or loaded",
     }
-    lines = [f"memory of a rank of pipeline stage {estimate.stage}, the fullest (estimate)"]
+    lines = [f"memory of the fullest rank, on pipeline stage {estimate.stage} (estimate)"]
     for name, note in notes.items():
         size = getattr(estimate, name)
         if name != "host" or size:
@@ -169,35 +168,37 @@ def _weights(config: RunConfig, parameters: RankParameters) -> int:
     size = _item_bytes(config) * parameters.total
     if config.precision != "fp8":
         return size
-    # FP8 keeps a copy of one byte for either direction: beside the weights in bf16, or in their place.
+    # FP8 keeps a one-byte copy for each direction: besides the bf16 weights, or instead of them.
     matrices = parameters.matrices + parameters.experts
     return size + (0 if config.fp8.parameters else 2 * matrices)
 
 
 def _optimizer_state(config: RunConfig, parameters: RankParameters, world_size: int) -> int:
-    """Two moments in float32 and, unless the weights are float32 themselves, a master; one shard of them."""
+    """Return the bytes of one shard of two float32 moments and, unless the weights are float32, of the masters."""
     replicas, expert_replicas = _replicas(config.parallel, world_size)
     each = _FLOAT32 * (2 if config.precision == "fp32" else 3)
     return each * (-(-parameters.dense // replicas) + -(-parameters.experts // expert_replicas))
 
 
 def _replicas(parallel: ParallelConfig, world_size: int) -> tuple[int, int]:
-    """How many ranks share a stage's dense parameters (data x context), and how many its experts."""
+    """Return the number of ranks that share a stage's dense parameters (data x context), and that of its experts."""
     return world_size // (parallel.tensor * parallel.pipeline), world_size // (parallel.expert * parallel.pipeline)
 
 
 def _gathered_for_checkpoint(config: RunConfig, parameters: RankParameters, world_size: int, stage: int) -> int:
-    """Megatron gathers masters, then either moment, from all replicas, each bucket of gradients on the device."""
+    """Return the device bytes in which Megatron gathers masters, then moments, from all replicas.
+
+    It gathers one gradient bucket at a time and holds this rank's shard of it besides.
+    """
     if config.parallel.overlap and stage == 0 and config.parallel.virtual_pipeline == 1:
-        return 0  # in small buckets; elsewhere all gradients of a model chunk are one
+        return 0  # the buckets are small; elsewhere one bucket holds all gradients of a model chunk
     chunks = config.parallel.virtual_pipeline
     held = zip((parameters.dense, parameters.experts), _replicas(config.parallel, world_size), strict=True)
-    # And this rank's shard of it.
     return max(_FLOAT32 * (size + size // replicas) // chunks for size, replicas in held)
 
 
 def _activations(config: RunConfig, architecture: Architecture, stage: int) -> int:
-    """Per layer of the stage and microbatch in flight, what `activation_recompute` leaves of it."""
+    """Return the bytes that `activation_recompute` keeps of all layers and microbatches in flight."""
     parallel, item = config.parallel, _item_bytes(config)
     tokens = config.actor.microbatch_tokens // parallel.tensor
     layers = layers_of_stage(parallel, architecture, stage)
@@ -205,7 +206,7 @@ def _activations(config: RunConfig, architecture: Architecture, stage: int) -> i
     kept, again = whole, 0
     match config.actor.activation_recompute:
         case "selective":
-            # The attention's inputs are kept, and its output is the next product's input: only the normaliser goes.
+            # The inputs and the output of the attention are kept for other products: only the normaliser goes.
             again = _FLOAT32 * architecture.num_heads
             kept = [size - again for size in whole]
         case "full":
@@ -215,20 +216,50 @@ def _activations(config: RunConfig, architecture: Architecture, stage: int) -> i
     return tokens * (sum(kept) * in_flight // parallel.virtual_pipeline + again)
 
 
+def layer_activation_bytes(architecture: Architecture, index: int, item_bytes: int) -> int:
+    """Return the bytes per token that the backward pass needs of layer `index`, before tensor parallelism divides them.
+
+    This is the accounting of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4 and 5), which gives 34 bytes x hidden size
+    for GPT in half precision: every tensor that a backward formula needs, once. Here it has no dropout and no masks
+    (2 of the 34), but grouped queries, a gated MLP, and attention that keeps a float32 normaliser per head instead of
+    scores. Experts are assumed to be evenly loaded.
+    """
+    hidden = architecture.hidden_size
+    norms = 4 * hidden  # input and output of both norms
+    mlp = 3 * architecture.intermediate_size
+    experts = architecture.experts
+    if architecture.moe_layers[index] and experts:
+        routed = experts.per_token * (hidden + 3 * experts.intermediate_size)
+        mlp = routed + 3 * experts.shared_intermediate_size
+    return item_bytes * (norms + _attention_width(architecture) + mlp) + _FLOAT32 * architecture.num_heads
+
+
+def _attention_width(architecture: Architecture) -> int:
+    """Return the width of queries, keys, values and output, and of what enters their norms."""
+    heads, kv_heads, head_dim = architecture.num_heads, architecture.num_kv_heads, architecture.head_dim
+    latent = architecture.latent
+    if latent is None:
+        before_norms = (heads + kv_heads) * head_dim if architecture.qk_norm else 0
+        return (2 * heads + 2 * kv_heads) * head_dim + before_norms
+    low_rank = 2 * (latent.query_rank or 0) + 2 * latent.kv_rank + latent.rope_dim
+    # Keys exist twice: as they come from the low rank, and with the shared position in each head.
+    return low_rank + heads * (2 * head_dim + latent.nope_dim + 2 * latent.value_dim)
+
+
 def _output_layer_bytes(config: RunConfig, architecture: Architecture) -> int:
-    """What the last stage's output layer needs beside its weight."""
+    """Return the bytes that the output layer of the last stage needs besides its weight."""
     parallel, tokens, item = config.parallel, config.actor.microbatch_tokens, _item_bytes(config)
     columns, hidden = padded_vocab_size(parallel, architecture) // parallel.tensor, architecture.hidden_size
     tiles = 2 * _FLOAT32 * min(TILE_ELEMENTS[config.device], tokens * columns)
     if choose_output_layer(config, architecture) == "logits":
         return logits_bytes(config, architecture) + tiles
-    # Gathered hidden states, and the float32 sums of both gradients, each cast to the weight's own type at the end.
+    # Gathered hidden states, and float32 sums of both gradients, which are cast to the type of the weight at the end.
     sums = _FLOAT32 + (item if item < _FLOAT32 else 0)
     return tiles + tokens * hidden * (item + sums) + columns * hidden * sums
 
 
 def layers_of_stage(parallel: ParallelConfig, architecture: Architecture, stage: int) -> list[int]:
-    """Indices of the stage's layers: with interleaving, every `pipeline`-th chunk."""
+    """Return the indices of the stage's layers; with interleaving it has every `pipeline`-th chunk."""
     last, others = parallel.last_stage_layers, parallel.pipeline - 1
     if last is not None and others > 0:
         size = (architecture.num_layers - last) // others
@@ -239,9 +270,9 @@ def layers_of_stage(parallel: ParallelConfig, architecture: Architecture, stage:
 
 
 def _chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
-    """Forward passes of one model chunk that wait for their backward pass, with enough microbatches to fill the stages.
+    """Return the number of chunk forward passes that wait for their backward pass when all stages are busy.
 
-    1F1B and its interleaved form: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Megatron's own warm-up counts.
+    1F1B and its interleaved form: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, with Megatron's warm-up.
     """
     behind = parallel.pipeline - stage - 1
     if parallel.virtual_pipeline == 1:
@@ -251,6 +282,7 @@ def _chunks_in_flight(parallel: ParallelConfig, stage: int) -> int:
 
 
 def readable_count(number: int) -> str:
+    """Return a count such as `8.2 billion`."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"
@@ -258,4 +290,5 @@ def readable_count(number: int) -> str:
 
 
 def readable_bytes(size: int) -> str:
+    """Return a size such as `3.81 GiB`."""
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,5 +1,6 @@
 """The memory estimate is arithmetic that can be done by hand, and moves the way that memory does."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,13 @@ import transformers
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.yaml_files import parse_overrides
 from megatron_a3po.parallel import vocab_parallel
-from megatron_a3po.preflight.activations import layer_activation_bytes
 from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.preflight.memory import (
     TILE_ELEMENTS,
     MemoryEstimate,
     estimate_memory,
+    layer_activation_bytes,
     memory_table,
     padded_vocab_size,
     rank_parameters,
@@ -223,10 +224,9 @@ def test_the_table_names_every_use_and_its_sum() -> None:
     assert [line.split()[0] for line in lines[1:]] == [
         *("weights", "gradients", "optimizer", "activations", "logits", "total", "saving", "saving"),
     ]
-    assert lines[0] == "memory of a rank of pipeline stage 0, the fullest (estimate)"
-    assert lines[1] == "  weights         3.81 GiB  2.0 billion parameters"
-    assert lines[6] == "  total          53.19 GiB"
-    assert lines[8] == "  saving host    22.89 GiB  host memory of a rank while a checkpoint is made or loaded"
+    assert "pipeline stage 0" in lines[0]
+    sizes = [re.findall(r"([\d.]+) GiB", line)[0] for line in lines[1:]]
+    assert (sizes[0], sizes[5], sizes[7]) == ("3.81", "53.19", "22.89")
     offloaded = memory_table(estimate(QWEN3_8B, 1, "optimizer.offload=true"))
     assert offloaded[-3].split() == ["host", "122.05", "GiB", "host", "memory"]
 
