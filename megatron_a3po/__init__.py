@@ -1,4 +1,4 @@
-"""Asynchronous reinforcement-learning post-training: Megatron-Core actors, the A-3PO loss, SGLang rollout servers."""
+"""Asynchronous RL post-training of LLMs: Megatron-Core actors, the A-3PO loss, SGLang rollout servers."""
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.preflight.load import load_config

@@ -1,4 +1,7 @@
-"""Command line: `python -m megatron_a3po {train,evaluate,plan,report}`; training on several ranks is under torchrun."""
+"""The command line `a3po {train,evaluate,plan,report}`, the same as `python -m megatron_a3po`.
+
+torchrun starts `-m megatron_a3po train` on every rank.
+"""
 
 import argparse
 import os
@@ -25,9 +28,10 @@ _LET_OTHERS_SPEAK_SECONDS = 3.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code; `arguments` None: those of the process."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
-    # argparse takes positional arguments on one side of an option only.
+    # argparse accepts positional arguments on one side of an option only.
     if hasattr(parsed, "overrides") and not any(text.startswith("-") for text in rest):
         parsed.overrides += rest
     elif rest:
@@ -42,32 +46,36 @@ def console() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_a3po", description="Train language models by A-3PO.")
+    parser = argparse.ArgumentParser(prog="python -m megatron_a3po", description="Train language models with A-3PO.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a policy by A-3PO", description="Train a policy by A-3PO.")
+    train = commands.add_parser("train", help="train a policy with A-3PO", description="Train a policy with A-3PO.")
     _add_config(train)
-    train.add_argument("--print-config", action="store_true", help="print the whole resolved configuration and stop")
+    train.add_argument(
+        "--print-config", action="store_true", help="print the resolved configuration with all keys, and stop"
+    )
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser(
         "evaluate",
-        help="how often a model answers right",
-        description="Sample and grade the prompts of the held-out and evaluation datasets of a configuration, from the "
-        "model that it names (model=runs/NAME/model evaluates a trained one) or from running servers.",
+        help="measure how often a model answers correctly",
+        description="Sample and grade responses to the held-out prompts and evaluation datasets of a configuration, "
+        "from its model (model=runs/NAME/model for a trained one) or from running servers.",
     )
     _add_config(evaluate)
-    evaluate.add_argument("--name", type=_name, help="of the folder in run_dir/evaluations; default: the time")
+    evaluate.add_argument("--name", type=_name, help="folder in run_dir/evaluations; default: the time")
     evaluate.set_defaults(run=_evaluate)
 
     plan = commands.add_parser(
-        "plan", help="say what would run, and in how much memory; check configuration, model and datasets"
+        "plan", help="check configuration, model and datasets; print what would run, and in how much memory"
     )
     _add_config(plan)
-    plan.add_argument("--ranks", type=_positive, required=True, help="that torchrun would start, on all nodes together")
+    plan.add_argument(
+        "--ranks", type=_positive, required=True, help="number of ranks that torchrun would start on all nodes together"
+    )
     plan.set_defaults(run=_plan)
 
-    report = commands.add_parser("report", help="write report.html of a run that goes on or was interrupted")
+    report = commands.add_parser("report", help="write report.html of a run that has not ended or was interrupted")
     report.add_argument("run_dir", type=Path, help="folder of the run")
     report.set_defaults(run=_report)
     return parser
@@ -81,14 +89,19 @@ def _positive(text: str) -> int:
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name; use letters, digits, `_`, `-` and `.`")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name; use letters, digits, `_`, `-` and `.`")
     return text
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, for example configs/tiny_cpu.yaml")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="for example seed=1; all keys: train ... --print-config"
+        "--config", required=True, metavar="FILE", help="YAML file, or the name of a shipped recipe such as tiny_cpu"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="changes, for example seed=1; `train ... --print-config` prints all keys",
     )
 
 
@@ -104,14 +117,17 @@ def _train(parsed: argparse.Namespace) -> int:
             plan_resume(config.run_dir, config.resume, to_yaml(config))
         log_file = make_log_folder(config.run_dir) / f"rank{rank}.log"
     except ConfigError as error:
-        # Under torchrun stderr drowns in torchrun's own report of the failure.
+        # Under torchrun, its own report of the failure would hide what is on stderr.
         say_mistake(error, rank=rank, file=sys.stdout if "RANK" in os.environ else sys.stderr)
         return _CONFIG_MISTAKE
     return _run(config, rank, log_file)
 
 
 def say_mistake(error: A3poError, *, rank: int, file: TextIO) -> None:
-    """On the first rank of each node: files, GPUs and environment may be other ones there. The others let it speak."""
+    """Print a mistake on the first rank of each node, whose files, GPUs and environment may differ from others'.
+
+    The other ranks wait a moment, so that torchrun does not end the first one before it has printed.
+    """
     if int(os.environ.get("LOCAL_RANK", rank)) > 0:
         time.sleep(_LET_OTHERS_SPEAK_SECONDS)
         return
@@ -120,7 +136,7 @@ def say_mistake(error: A3poError, *, rank: int, file: TextIO) -> None:
 
 
 def _run(config: RunConfig, rank: int, log_file: Path) -> int:
-    """Train with the screen, signals and exit codes of a command."""
+    """Train, with screen, signals and exit codes of a command."""
     from megatron_a3po.runtime.logging import configure_logging, logger, redirect_output
     from megatron_a3po.runtime.signals import (
         INTERRUPTED_EXIT_CODE,
@@ -140,7 +156,7 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         from megatron_a3po.runtime.recorder import complete_run
         from megatron_a3po.train import train
 
-        if rank == 0:  # no other has something to clean up
+        if rank == 0:  # the others have nothing to clean up
             preemption.raise_interrupted()
         train(config, preemption)
     except RunFinished as finished:
@@ -155,14 +171,14 @@ def _run(config: RunConfig, rank: int, log_file: Path) -> int:
         logger.error(
             "ended by %s, with everything that the run had started%s",
             interrupted,
-            "; if nobody sent it, another rank ended before" if str(interrupted) == "SIGTERM" else "",
+            "; if nobody sent it, another rank ended first" if str(interrupted) == "SIGTERM" else "",
         )
         return INTERRUPTED_EXIT_CODE
     except BaseException as error:
-        if preemption.requested_by and _is_lost_connection(error):  # rank 0 has ended at once, and said so
+        if preemption.requested_by and _is_lost_connection(error):  # rank 0 has ended and said so
             end_process(INTERRUPTED_EXIT_CODE)
-        # torchrun ends all ranks as soon as one has ended. Most often rank 0 knows best what went wrong; but a broken
-        # connection is the echo of another rank's end, and that one must have spoken.
+        # torchrun ends all ranks as soon as one has ended. Usually rank 0 knows best what went wrong. But a broken
+        # connection only follows from the end of another rank, which must have time to print its error.
         if rank > 0 or _is_lost_connection(error):
             time.sleep(_LET_OTHERS_SPEAK_SECONDS)
         print(f"error on rank {rank}: {_message(error)}\n  logs: {config.run_dir / 'logs'}", file=screen, flush=True)
@@ -181,7 +197,7 @@ def _exit_code(error: Exception) -> int:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because another rank went away."""
+    """Return whether a collective failed because another rank ended."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
 
 
@@ -219,7 +235,7 @@ def _plan(parsed: argparse.Namespace) -> int:
 
     try:
         config = load_config(parsed.config, parsed.overrides, {"WORLD_SIZE": str(parsed.ranks)})
-        # The tokenizer and the datasets take a while.
+        # Flushed, because the tokenizer and the datasets take a while.
         print("\n".join(describe_run(config, load_architecture(config.model), parsed.ranks)), flush=True)
         from megatron_a3po.prompts.load import try_datasets
 
@@ -237,7 +253,7 @@ def _report(parsed: argparse.Namespace) -> int:
     try:
         print(write_report(parsed.run_dir))
     except FileNotFoundError as error:
-        print(f"error: {parsed.run_dir}: no run in this folder ({error.filename} is missing)", file=sys.stderr)
+        print(f"error: {parsed.run_dir}: the folder does not hold a run ({error.filename} is missing)", file=sys.stderr)
         return _CONFIG_MISTAKE
     return 0
 

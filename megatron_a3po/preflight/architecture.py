@@ -1,4 +1,4 @@
-"""The sizes of a model that a layout, a FLOPs model and a memory estimate need."""
+"""The sizes of a model, from which layout checks, FLOPs and the memory estimate are computed."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values of low rank."""
 
     query_rank: int | None
-    """None: queries come straight from the hidden state"""
+    """None: queries come from the hidden state directly"""
     kv_rank: int
     nope_dim: int
-    """of a head's query and key, the part without position"""
+    """dimension of the part of a head's query and key without position"""
     rope_dim: int
-    """of a head's query and key, the part with position, which all heads' keys share"""
+    """dimension of the part of a head's query and key with position; all heads share that of the key"""
     value_dim: int
 
 
@@ -26,14 +26,14 @@ class Experts:
     intermediate_size: int
     """of one expert"""
     shared_intermediate_size: int
-    """of the experts that see every token, taken together; 0: none"""
+    """of all experts together that see every token; 0: there are none"""
     bias: bool
     """on the experts and on the router"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerParameters:
-    """Parameters of one layer (or of one part of it) by how a layout cuts them."""
+    """Numbers of parameters of one layer or a part of it, by the way a layout divides them."""
 
     sharded: int = 0
     """divided among the tensor-parallel ranks"""
@@ -56,7 +56,7 @@ class LayerParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """A decoder-only transformer with gated MLPs and RMS norms. Layers for multi-token prediction are left out."""
+    """A decoder-only transformer with gated MLPs and RMS norms, without its layers for multi-token prediction."""
 
     name: str
     """the class in Hugging Face's transformers"""
@@ -86,9 +86,9 @@ class Architecture:
     moe_layers: tuple[bool, ...]
     """for each layer, whether its MLP is a mixture of experts"""
     windows: tuple[int | None, ...]
-    """for each layer, how many tokens back it attends, its own included; None: all"""
+    """for each layer, how many tokens it attends to, its own included; None: all"""
     mtp_layers: int
-    """layers for multi-token prediction that the checkpoint holds besides"""
+    """layers for multi-token prediction in the checkpoint, in addition to `num_layers`"""
 
     @property
     def num_moe_layers(self) -> int:
@@ -96,17 +96,17 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Of the Hugging Face model, each shared tensor once."""
+        """Parameters of the Hugging Face model, counting each shared tensor once."""
         layers = sum(self.layer_parameters(index).total for index in range(self.num_layers))
         return self.embedding_parameters * (1 if self.tied_embeddings else 2) + layers + self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Also those of an untied output layer."""
+        """Parameters of the embedding, and as many of an untied output layer."""
         return self.vocab_size * self.hidden_size
 
     def layer_parameters(self, index: int) -> LayerParameters:
-        """Of layer `index`, counted from 0."""
+        """Return the parameters of a layer; `index` starts at 0."""
         norms = LayerParameters(replicated=2 * self.hidden_size)
         return (
             norms + self.attention_parameters + (self.moe_parameters if self.moe_layers[index] else self.mlp_parameters)
@@ -114,6 +114,7 @@ class Architecture:
 
     @property
     def attention_parameters(self) -> LayerParameters:
+        """Parameters of the attention of one layer."""
         hidden, latent = self.hidden_size, self.latent
         if latent is None:
             queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -128,20 +129,20 @@ class Architecture:
             sharded=queries * (latent.query_rank or hidden)
             + latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
             + self.num_heads * latent.value_dim * hidden,
-            # Megatron keeps the projections to the low ranks whole on every rank, as it does their norms.
+            # Megatron replicates the projections to the low ranks, and their norms, on every rank.
             replicated=down * (hidden + self.input_bias) + ranks + hidden * self.output_bias,
         )
 
     @property
     def mlp_parameters(self) -> LayerParameters:
-        """Of a dense MLP."""
+        """Parameters of a dense MLP."""
         weights = 3 * self.hidden_size * self.intermediate_size
         bias = self.mlp_bias
         return LayerParameters(sharded=weights + 2 * self.intermediate_size * bias, replicated=self.hidden_size * bias)
 
     @property
     def moe_parameters(self) -> LayerParameters:
-        """Of a mixture of experts with its router."""
+        """Parameters of a mixture of experts and its router."""
         hidden, experts = self.hidden_size, self.experts
         if experts is None:
             return LayerParameters()
@@ -153,12 +154,12 @@ class Architecture:
         )
 
     def forward_flops(self, length: int) -> float:
-        """Floating-point operations of the forward pass of one sequence of `length` tokens, output layer included.
+        """Return the floating-point operations of the forward pass of one sequence of `length` tokens.
 
-        Two per token and weight of the matrix products that a token takes part in (Kaplan et al. 2020, arXiv
-        2001.08361, section 2.1; of the experts, those it is sent to), and for the attention two per pair of tokens
-        that see each other, head and dimension of key and value (PaLM, arXiv 2204.02311, appendix B, with the causal
-        half only). The backward pass costs twice as much; norms, biases and activations count for nothing.
+        This counts two per token and weight of its matrix products, output layer included (Kaplan et al. 2020, arXiv
+        2001.08361, section 2.1; of experts, those the token is routed to). For attention it counts two per pair of
+        tokens that see each other, head, and dimension of key and value (PaLM, arXiv 2204.02311, appendix B, causal
+        half only). The backward pass costs twice as much; norms, biases and activations are neglected.
         """
         latent = self.latent
         key_and_value = self.head_dim + (self.head_dim if latent is None else latent.value_dim)
@@ -185,6 +186,6 @@ class Architecture:
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it attends to."""
+    """Return the number of pairs of a token and one that it attends to."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen

@@ -1,4 +1,4 @@
-"""Checks of the section `algorithm`, and which of its keys do nothing."""
+"""Checks of the section `algorithm`, and notes on its keys that have no effect."""
 
 from collections.abc import Iterator
 
@@ -10,31 +10,32 @@ _GREEDY_BELOW = 1e-6
 
 
 def algorithm_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """Yield a mistake if the sampling temperature is one that SGLang ignores."""
     if config.rollout.temperature < _GREEDY_BELOW:
         yield Mistake(
             "rollout.temperature",
             config.rollout.temperature,
-            f"below {_GREEDY_BELOW:g} SGLang always takes the likeliest token, and reports log-probs at temperature 1",
+            f"below {_GREEDY_BELOW:g}, SGLang decodes greedily and reports log-probs at temperature 1",
             f"use 1, or at least {_GREEDY_BELOW:g}",
         )
 
 
 def idle_keys(config: RunConfig) -> Iterator[str]:
-    """One note for each key of `algorithm` that has another value than by default, and does nothing.
+    """Yield a note for each key of `algorithm` that differs from its default and has no effect.
 
-    Notes and no mistakes: such a key comes from a recipe whose `proximal`, say, the command line has replaced, and the
-    resolved configuration of a run does not tell the two apart.
+    These are not mistakes: such a key may come from a recipe whose `proximal` the command line has replaced, and the
+    resolved configuration does not tell the two apart.
     """
     default = AlgorithmConfig()
     for keys, cause in _idle(config):
         for key in keys:
             value = getattr(config.algorithm, key)
             if value != getattr(default, key):
-                yield f"note: algorithm.{key} = {value} does nothing with `{cause}`"
+                yield f"note: algorithm.{key} = {value} has no effect with `{cause}`"
 
 
 def _idle(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(keys that do nothing, why)"""
+    """Yield (keys without effect, reason)."""
     proximal, algorithm = config.proximal, config.algorithm
     if proximal not in ("loglinear", "linear"):
         yield ("behaviour_weight", "fresh_anchor"), f"proximal: {proximal}"

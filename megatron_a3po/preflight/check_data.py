@@ -1,4 +1,4 @@
-"""Checks of the prompts' and the rewards' options. No torch, and nothing of a dataset is read."""
+"""Checks of the options of prompts, rewards and evaluation, without reading a dataset."""
 
 import difflib
 import re
@@ -18,6 +18,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def data_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """Yield mistakes in the sections `data`, `reward` and `evaluation`."""
     yield from _origin(config.data)
     yield from _columns(config)
     yield from _evaluation(config)
@@ -28,38 +29,40 @@ def data_mistakes(config: RunConfig) -> Iterator[Mistake]:
 
 def _origin(data: DataConfig) -> Iterator[Mistake]:
     if data.task is None and data.path is None:
-        remedy = "give `data.task: NAME` of a reasoning-gym task, or `data.path: FILE` of a dataset"
+        remedy = "set `data.task` to a reasoning-gym task or `data.path` to a dataset"
         yield Mistake("data", None, "there are no prompts", remedy)
         return
     if data.task is not None and data.path is not None:
         remedy = "remove one of them, or set it to null where it comes from `base:`"
-        yield Mistake("data.path", str(data.path), "there is data.task as well", remedy, ("data.task",))
+        yield Mistake("data.path", str(data.path), "data.task is set as well", remedy, ("data.task",))
         return
     unused, owner = (_TASK_KEYS, "data.task") if data.task is None else (_DATASET_KEYS, "data.path")
     for key in unused:
         if getattr(data, key) != DataConfig.model_fields[key].default:
             remedy = "remove this key, or set it to null where it comes from `base:`"
-            yield Mistake(f"data.{key}", getattr(data, key), f"does nothing without `{owner}`", remedy)
+            yield Mistake(f"data.{key}", getattr(data, key), f"has no effect without `{owner}`", remedy)
     if data.path is not None:
         yield from _path("data.path", data.path)
 
 
 def _path(key: str, path: Path) -> Iterator[Mistake]:
     if not path.exists():
-        yield Mistake(key, str(path), "there is no such file or folder", "check the path; it starts where the run does")
+        yield Mistake(
+            key, str(path), "there is no such file or folder", "check the path, which starts in the working directory"
+        )
     elif path.is_file() and path.suffix not in (".jsonl", ".json", ".parquet"):
         remedy = "convert it to JSON lines (.jsonl) or Parquet (.parquet)"
-        yield Mistake(key, str(path), "neither .jsonl nor .parquet", remedy)
+        yield Mistake(key, str(path), "neither a .jsonl nor a .parquet file", remedy)
 
 
 def _columns(config: RunConfig) -> Iterator[Mistake]:
     for key, columns in _all_columns(config):
         if isinstance(columns, dict) and "prompt" not in columns:
-            yield Mistake(key, columns, "no column is the prompt", "add `prompt: COLUMN`")
+            yield Mistake(key, columns, "does not name the column of the prompt", "add `prompt: COLUMN`")
 
 
 def _all_columns(config: RunConfig) -> Iterator[tuple[str, Columns]]:
-    """Every mapping of columns that the configuration gives, with its key."""
+    """Yield every `columns` of the configuration with its key."""
     yield "data.columns", config.data.columns
     for name, dataset in config.evaluation.datasets.items():
         if dataset.columns is not None:
@@ -69,16 +72,18 @@ def _all_columns(config: RunConfig) -> Iterator[tuple[str, Columns]]:
 def _evaluation(config: RunConfig) -> Iterator[Mistake]:
     evaluation = config.evaluation
     if not config.data.num_held_out and not evaluation.datasets:
-        problem, remedy = "nothing would be evaluated", "keep some prompts, or give `evaluation.datasets`"
+        problem, remedy = "there is nothing to evaluate on", "hold out some prompts, or set `evaluation.datasets`"
         yield Mistake("data.num_held_out", 0, problem, remedy, ("evaluation.datasets",))
     for name, dataset in evaluation.datasets.items():
         key = f"evaluation.datasets.{name}"
         if name == HELD_OUT or not _NAME.fullmatch(name):
-            problem = "held-out prompts have this name" if name == HELD_OUT else "no name for files and metrics"
-            yield Mistake(key, name, problem, "name it otherwise, in letters, digits, `_`, `-` and `.`")
+            problem = (
+                "this name is reserved for held-out prompts" if name == HELD_OUT else "not usable in names of files"
+            )
+            yield Mistake(key, name, problem, "use another name of letters, digits, `_`, `-` and `.`")
         yield from _path(f"{key}.path", dataset.path)
     if evaluation.datasets and _scorer_of(config) == "task":
-        problem = "a task's scorer knows no answers of `evaluation.datasets`"
+        problem = "the scorer of a task cannot grade `evaluation.datasets`"
         yield Mistake("reward.scorer", config.reward.scorer, problem, "use `math` or package.module:function")
     if evaluation.temperature == 0 and evaluation.num_samples > 1:
         problem = "with evaluation.temperature = 0 all responses to a prompt are the same"
@@ -94,7 +99,7 @@ def _scorer_of(config: RunConfig) -> str:
 def _chat(data: DataConfig) -> Iterator[Mistake]:
     for key in ("system_prompt", "enable_thinking"):
         if data.chat_template is False and getattr(data, key) is not None:
-            problem, remedy = "needs the chat template", "remove this key, or `data.chat_template: false`"
+            problem, remedy = "needs the chat template", "remove this key, or data.chat_template = False"
             yield Mistake(f"data.{key}", getattr(data, key), problem, remedy, ("data.chat_template",))
 
 
@@ -102,9 +107,9 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
     scorer = config.reward.scorer
     if scorer.startswith(("http://", "https://")):
         if not urlsplit(scorer).hostname:
-            yield Mistake("reward.scorer", scorer, "not a URL", "write http://host:port/path")
+            yield Mistake("reward.scorer", scorer, "not a URL", "use http://host:port/path")
     elif scorer == "task" and config.data.task is None:
-        problem = "only prompts of `data.task` have a scorer of their own"
+        problem = "only a `data.task` has a scorer of its own"
         yield Mistake("reward.scorer", scorer, problem, "use `math`, or package.module:function", ("data.task",))
     elif _scorer_of(config) in ("math", "math_exact"):
         if config.data.path is not None or config.evaluation.datasets:
@@ -118,7 +123,7 @@ def _scorer(config: RunConfig) -> Iterator[Mistake]:
 def _answers(config: RunConfig, scorer: str) -> Iterator[Mistake]:
     for key, mapping in _all_columns(config):
         if isinstance(mapping, dict) and "prompt" in mapping and "answer" not in mapping:
-            problem = f"no column is the answer that reward.scorer = {scorer} compares with"
+            problem = f"does not name the column of the answer, which reward.scorer = {scorer} needs"
             yield Mistake(key, mapping, problem, "add `answer: COLUMN`", ("reward.scorer",))
 
 
@@ -131,8 +136,8 @@ def _shaping(config: RunConfig) -> Iterator[Mistake]:
             problem = f"not a regular expression: {error}"
             yield Mistake("reward.format_pattern", reward.format_pattern, problem, "correct it")
         if reward.format_penalty == 0:
-            problem, remedy = "costs nothing", "set `reward.format_penalty`, or remove this key"
+            problem, remedy = "has no effect without a penalty", "set `reward.format_penalty`, or remove this key"
             yield Mistake("reward.format_pattern", reward.format_pattern, problem, remedy, ("reward.format_penalty",))
     elif reward.format_penalty > 0:
-        problem, remedy = "there is no format", "give `reward.format_pattern`, or remove this key"
+        problem, remedy = "has no effect without a pattern", "set `reward.format_pattern`, or remove this key"
         yield Mistake("reward.format_penalty", reward.format_penalty, problem, remedy, ("reward.format_pattern",))

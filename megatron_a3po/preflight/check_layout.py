@@ -1,4 +1,4 @@
-"""Checks of the parallel layout: against the ranks that torchrun started, and against the model."""
+"""Checks of the parallel layout against the ranks that torchrun started and against the model."""
 
 import math
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.memory import layers_of_stage
 
 FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""By recipe, what the tokens of a matrix product in FP8 must be a multiple of."""
+"""Recipe -> the number that must divide the tokens of a matrix product in FP8"""
 
 
 def token_multiple(config: RunConfig) -> int:
-    """What the tokens of a microbatch on one context-parallel rank must be a multiple of.
+    """Return the number that must divide the tokens of a microbatch on one context-parallel rank.
 
-    Sequence parallelism cuts them into `tensor` equal parts, each of which FP8 wants aligned; context parallelism gives
-    every rank two chunks of each sequence.
+    Sequence parallelism cuts the tokens into `tensor` equal parts, which FP8 needs aligned. Context parallelism gives
+    each rank two chunks of every sequence.
     """
     parallel = config.parallel
     cut = parallel.tensor * (FP8_MULTIPLES[config.fp8.recipe] if config.precision == "fp8" else 1)
@@ -24,7 +24,7 @@ def token_multiple(config: RunConfig) -> int:
 
 
 def rank_mistakes(config: RunConfig, world_size: int | None) -> Iterator[Mistake]:
-    """What is wrong whatever the model; `world_size` None: unknown."""
+    """Yield mistakes that do not depend on the model; `world_size` None: unknown."""
     parallel, tokens = config.parallel, config.actor.microbatch_tokens
     multiple = token_multiple(config)
     if tokens % multiple:
@@ -34,7 +34,7 @@ def rank_mistakes(config: RunConfig, world_size: int | None) -> Iterator[Mistake
         yield Mistake(
             "actor.microbatch_tokens",
             tokens,
-            f"not a multiple of {multiple}, to which microbatches are padded for {', '.join(causes)}",
+            f"must be a multiple of {multiple}, to which microbatches are padded for {', '.join(causes)}",
             f"use {-(-tokens // multiple) * multiple}",
             ("parallel.tensor", "parallel.context", "precision", "fp8.recipe"),
         )
@@ -43,9 +43,9 @@ def rank_mistakes(config: RunConfig, world_size: int | None) -> Iterator[Mistake
         yield Mistake(
             "actor.microbatch_tokens",
             tokens,
-            f"a response of rollout.max_new_tokens = {longest} does not fit a microbatch of {room} tokens (x "
-            "parallel.context), and would stop the run",
-            "raise it to the longest prompt and response together, or set `actor.oversized: alone`",
+            f"a response of rollout.max_new_tokens = {longest} does not fit a microbatch of {room} tokens "
+            "(actor.microbatch_tokens x parallel.context) and would stop the run",
+            "use at least the sum of the longest prompt and response, or set `actor.oversized: alone`",
             ("rollout.max_new_tokens", "parallel.context", "actor.oversized"),
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
@@ -61,7 +61,7 @@ def rank_mistakes(config: RunConfig, world_size: int | None) -> Iterator[Mistake
         yield Mistake(
             "parallel.last_stage_layers",
             parallel.last_stage_layers,
-            "one pipeline stage has all layers" if parallel.pipeline == 1 else "interleaved stages are equally large",
+            "one pipeline stage has all layers" if parallel.pipeline == 1 else "interleaved stages have equal sizes",
             f"remove this key, or change `{one}`",
             (one,),
         )
@@ -83,7 +83,7 @@ def _world(config: RunConfig, world_size: int) -> Iterator[Mistake]:
             layout,
         )
         return
-    # Megatron draws the expert-parallel groups from all ranks of one pipeline stage.
+    # Megatron builds expert-parallel groups from all ranks of one pipeline stage.
     if (world_size // pipeline) % parallel.expert:
         yield Mistake(
             "parallel.expert",
@@ -99,14 +99,14 @@ def _world(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         yield Mistake(
             "rollout.prompts_per_step",
             config.rollout.prompts_per_step,
-            f"{trajectories} trajectories per {part} cannot feed {data} data-parallel ranks",
-            "raise it, or start fewer ranks",
+            f"{trajectories} trajectories per {part} are too few for {data} data-parallel ranks",
+            "use more prompts, or start fewer ranks",
             ("rollout.group_size", "actor.minibatches", *layout),
         )
 
 
 def architecture_mistakes(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
-    """What the model's sizes do not allow."""
+    """Yield mistakes in a layout that the sizes of the model do not allow."""
     yield from _tensor(config, architecture)
     yield from _pipeline(config, architecture)
     yield from _context(config, architecture)
@@ -129,10 +129,10 @@ def _tensor_problems(tensor: int, architecture: Architecture) -> list[str]:
     problems = []
     if heads % tensor:
         problems.append(f"does not divide the model's {heads} attention heads")
-    # Beyond one rank per key-value head, several compute the same key and value for different queries.
+    # With more ranks than key-value heads, several ranks compute the same key and value for different queries.
     elif kv_heads % tensor and tensor % kv_heads:
-        problems.append(f"neither a divisor nor a multiple of the model's {kv_heads} key-value heads")
-    # The projection is cut into equal rows wherever its heads lie: Megatron gathers what it gives, and takes heads.
+        problems.append(f"neither divides the model's {kv_heads} key-value heads nor is a multiple of them")
+    # Megatron cuts the projection into equal rows regardless of heads, then gathers its output and selects heads.
     elif _qkv_rows(architecture) % tensor:
         problems.append(f"does not divide the {_qkv_rows(architecture)} rows of the model's queries, keys and values")
     if architecture.num_moe_layers < architecture.num_layers and architecture.intermediate_size % tensor:
@@ -179,7 +179,7 @@ def _context(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]
         yield Mistake(
             "parallel.context",
             config.parallel.context,
-            f"the attention of {architecture.name}, with windows and sinks, is not shared among ranks",
+            f"{architecture.name} has attention sinks, for which there is no context parallelism",
             "use 1",
             ("model",),
         )
@@ -206,17 +206,17 @@ def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
             yield Mistake(
                 f"fp8.{key}",
                 getattr(config.fp8, key),
-                f"a pipeline stage has {stage} layers, and Megatron takes no more than one stage",
+                f"more than the {stage} layers of a pipeline stage; Megatron allows no more",
                 f"use at most {stage}",
                 ("parallel.pipeline", "model"),
             )
-    multiple = 32 if config.fp8.recipe == "mxfp8" else 16  # Transformer Engine's, for both sides of a weight
+    multiple = 32 if config.fp8.recipe == "mxfp8" else 16  # Transformer Engine requires it of both sides of a weight
     for width, what in _widths(config.parallel.tensor, architecture):
         if width % multiple:
             yield Mistake(
                 "precision",
                 "fp8",
-                f"a rank's {width} {what} are not a multiple of {multiple}, as `fp8.recipe: {config.fp8.recipe}` needs",
+                f"fp8.recipe = {config.fp8.recipe} needs a multiple of {multiple} on a rank, which has {width} {what}",
                 "use a smaller `parallel.tensor`, or `precision: bf16`"
                 if config.parallel.tensor > 1
                 else "use `precision: bf16`",
@@ -225,7 +225,7 @@ def _fp8(config: RunConfig, architecture: Architecture) -> Iterator[Mistake]:
 
 
 def _widths(tensor: int, architecture: Architecture) -> Iterator[tuple[int, str]]:
-    """Sides of the weights of one tensor-parallel rank."""
+    """Yield the sizes of the weights of one tensor-parallel rank, with their names."""
     experts = architecture.experts
     yield architecture.hidden_size, "hidden units"
     if architecture.latent is None:
@@ -243,5 +243,5 @@ def _qkv_rows(architecture: Architecture) -> int:
 
 
 def _divisors(count: int) -> list[int]:
-    """Those that a cluster could want."""
+    """Return the divisors up to 1,024, the largest number of ranks that a remedy names."""
     return [divisor for divisor in range(1, min(count, 1024) + 1) if count % divisor == 0]

@@ -1,4 +1,4 @@
-"""Checks of the model folder, and of the configuration against what it holds."""
+"""Checks of the model folder, and of the configuration against the model."""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from megatron_a3po.preflight.variants import unbuilt_variants
 
 
 def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """Yield what is wrong with the model folder or does not fit the model in it."""
     folder = config.model
     try:
         described = read_model_config(folder)
@@ -22,15 +23,17 @@ def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
     yield from _files(folder)
     name = architecture_name(described)
     if name not in SUPPORTED_ARCHITECTURES:
-        yield Mistake("model", name, "architecture not supported", f"use one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+        yield Mistake(
+            "model", name, "the architecture is not supported", f"use one of {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
         return
     for field, value, built in unbuilt_variants(described):
-        problem = f"its config.json has {field} = {value!r}, and {name} would be built with {built} all the same"
+        problem = f"its config.json has {field} = {value!r}, but {name} would be built with {built} anyway"
         yield Mistake("model", str(folder), problem, "use another model")
     try:
         architecture = read_architecture(described)
     except OddFields as error:
-        problem = f"its config.json has no sensible {', '.join(error.fields)}"
+        problem = f"its config.json has no valid {', '.join(error.fields)}"
         yield Mistake("model", str(folder), problem, "copy the folder again")
         return
     yield from architecture_mistakes(config, architecture)
@@ -43,7 +46,7 @@ def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(
                 f"{section}.max_new_tokens",
                 tokens,
-                f"the model's context is {longest} tokens, prompt included",
+                f"the context of the model is {longest} tokens, including the prompt",
                 f"use less than {longest}",
                 ("model",),
             )
@@ -52,22 +55,24 @@ def model_mistakes(config: RunConfig) -> Iterator[Mistake]:
 def _files(folder: Path) -> Iterator[Mistake]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / file).exists():
-            yield Mistake("model", str(folder), f"no {file} there", "copy the tokenizer's files into the folder")
+            yield Mistake("model", str(folder), f"the folder has no {file}", "copy the files of the tokenizer into it")
     if has_megatron_weights(folder):
         if not (folder / MEGATRON_WEIGHTS / "manifest.json").exists():
-            problem = f"no manifest.json in {MEGATRON_WEIGHTS}/"
-            yield Mistake("model", str(folder), problem, "make it with `tools/convert_hf_to_megatron.py`")
+            problem = f"the folder has no {MEGATRON_WEIGHTS}/manifest.json"
+            yield Mistake(
+                "model", str(folder), problem, "convert the model again with `tools/convert_hf_to_megatron.py`"
+            )
         return
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        yield Mistake("model", str(folder), "no *.safetensors there", "copy the weights into the folder")
+        yield Mistake("model", str(folder), "the folder has no *.safetensors", "copy the weights into it")
     for shard in shards:
         if not _is_whole(shard):
-            yield Mistake("model", str(shard), "the file is cut off or damaged", "copy it again")
+            yield Mistake("model", str(shard), "the file is truncated or damaged", "copy it again")
 
 
 def _is_whole(shard: Path) -> bool:
-    """Whether a safetensors file is as long as its header says: 8 bytes of length, JSON, data."""
+    """Return whether a safetensors file (8 bytes of length, JSON, data) is as long as its header says."""
     try:
         with shard.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Checks of `precision` and of the section `fp8` that need no model."""
+"""Checks of `precision` and of the section `fp8` that do not depend on the model."""
 
 from collections.abc import Iterator
 
@@ -7,6 +7,7 @@ from megatron_a3po.config.schema import Fp8Config, RunConfig
 
 
 def precision_mistakes(config: RunConfig) -> Iterator[Mistake]:
+    """Yield mistakes in the precision that do not depend on the model."""
     if config.precision == "fp8":
         yield from _fp8(config)
         return
@@ -14,7 +15,7 @@ def precision_mistakes(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "parallel.context",
             config.parallel.context,
-            "Transformer Engine shares no attention in float32 among ranks",
+            "Transformer Engine has no context parallelism in float32",
             "use 1, or `precision: bf16`",
             ("precision", "device"),
         )
@@ -24,7 +25,7 @@ def precision_mistakes(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(
                 f"fp8.{key}",
                 value,
-                f"nothing is computed in FP8 with `precision: {config.precision}`",
+                f"has no effect with precision = {config.precision}",
                 "set `precision: fp8`, or remove this key",
                 ("precision",),
             )
@@ -36,8 +37,7 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "precision",
             "fp8",
-            "not with `device: cpu`: FP8 is Transformer Engine's, and without it Megatron would silently compute "
-            "unquantised",
+            "needs Transformer Engine, which `device: cpu` does not have: Megatron would silently compute without FP8",
             "use `precision: bf16` or `precision: fp32`",
             ("device",),
         )
@@ -45,8 +45,8 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "fp8.parameters",
             True,
-            f"with `fp8.recipe: blockwise` and parallel.tensor = {config.parallel.tensor}, log-probs were NaN from the "
-            "second step on (NeMo-RL, issue 1164)",
+            f"with fp8.recipe = blockwise and parallel.tensor = {config.parallel.tensor}, log-probs became NaN at "
+            "the second step (NeMo-RL, issue 1164)",
             "set `fp8.parameters: false`, or `parallel.tensor: 1`, or another recipe",
             ("fp8.recipe", "parallel.tensor"),
         )
@@ -54,8 +54,8 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "fp8.parameters",
             True,
-            "with `fp8.recipe: delayed`, the weights that the run starts from are rounded before any scale is known, "
-            "by 3 to 9 % of their size",
+            "with fp8.recipe = delayed, the initial weights are rounded before any scale is known, by 3 to 9 % of "
+            "their size",
             "set `fp8.parameters: false`, or another recipe",
             ("fp8.recipe",),
         )
@@ -63,8 +63,8 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "fp8.parameters",
             True,
-            f"algorithm.kl_coefficient = {config.algorithm.kl_coefficient} lends the storage of the weights to the "
-            "reference policy, and FP8 weights would not come back the same",
+            f"algorithm.kl_coefficient = {config.algorithm.kl_coefficient} swaps the weights with those of the "
+            "reference policy, and FP8 weights would not come back unchanged",
             "set `fp8.parameters: false`, or `algorithm.kl_coefficient: 0`",
             ("algorithm.kl_coefficient",),
         )
@@ -72,7 +72,7 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "fp8.parameters",
             True,
-            "with `optimizer.offload: true`, Megatron's optimizer on the host has no parameters to update",
+            "with optimizer.offload = True, Megatron's optimizer on the host would have no parameters to update",
             "set `fp8.parameters: false`, or `optimizer.offload: false`",
             ("optimizer.offload",),
         )
@@ -81,7 +81,7 @@ def _fp8(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(
                 f"fp8.{key}",
                 getattr(fp8, key),
-                "Megatron has no bf16 layers beside `fp8.recipe: delayed`",
+                "Megatron does not support bf16 layers with fp8.recipe = delayed",
                 "use 0, or another recipe",
                 ("fp8.recipe",),
             )

@@ -1,4 +1,4 @@
-"""Checks across keys; those of the layout and of the model folder are added to them. No torch."""
+"""All checks of a configuration, and those across sections."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from megatron_a3po.preflight.check_precision import precision_mistakes
 
 
 def find_mistakes(config: RunConfig, world_size: int | None) -> list[Mistake]:
-    """Everything that makes a well-formed configuration impossible to run on `world_size` ranks (None: unknown)."""
+    """Return every reason why a well-formed configuration cannot run on `world_size` ranks (None: unknown)."""
     return [
         *_device(config),
         *_servers(config),
@@ -44,7 +44,7 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "optimizer.offload",
             True,
-            "with `device: cpu` the optimizer's state is in host memory already",
+            "with `device: cpu` the optimizer state is in host memory already",
             "remove this key",
             ("device",),
         )
@@ -52,7 +52,7 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "optimizer.offload",
             True,
-            "Megatron offloads the float32 masters of bf16 weights, and cannot offload weights that are float32",
+            "Megatron offloads float32 masters of bf16 weights and cannot offload float32 weights",
             "use `precision: bf16`, or remove this key",
             ("precision",),
         )
@@ -163,7 +163,7 @@ def _delta(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "publish.delta_folder",
             str(publish.delta_folder),
-            "nothing is published through files",
+            "has no effect, because nothing is published through files",
             "use `publish.transport: disk`, or remove this key",
             ("publish.transport", "publish.fallback"),
         )
@@ -171,8 +171,8 @@ def _delta(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "publish.delta_folder",
             str(publish.delta_folder),
-            "does not name the same folder on every machine",
-            "give the whole path, such as /dev/shm/policy",
+            "a relative path does not name the same folder on every machine",
+            "use an absolute path such as /dev/shm/policy",
         )
 
 
@@ -182,7 +182,7 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "algorithm.overlong_buffer_tokens",
             buffer,
-            f"longer than a response may be, rollout.max_new_tokens = {longest}",
+            f"longer than the longest response, rollout.max_new_tokens = {longest}",
             f"use at most {longest}, or 0 for no penalty",
             ("rollout.max_new_tokens",),
         )
@@ -190,7 +190,7 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "publish.max_logprob_difference",
             config.publish.max_logprob_difference,
-            "nothing is compared while `publish.verify_prompts` is 0",
+            "has no effect with publish.verify_prompts = 0",
             "set `publish.verify_prompts` to a small number such as 4, or remove this key",
             ("publish.verify_prompts",),
         )
@@ -199,7 +199,7 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "actor.minibatches",
             minibatches,
-            f"rollout.prompts_per_step = {groups} groups do not divide into so many equal parts",
+            f"does not divide rollout.prompts_per_step = {groups}",
             f"use a divisor of {groups}, or {-(-groups // minibatches) * minibatches} prompts per step",
             ("rollout.prompts_per_step",),
         )
@@ -207,8 +207,7 @@ def _training(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "proximal",
             "reuse_target",
-            f"stands for the policy before the step in the first of {minibatches} optimizer steps on a batch only, "
-            "and nothing would bound the others",
+            f"bounds only the first of the {minibatches} optimizer steps on a batch",
             "use `recompute` or `loglinear`, or `actor.minibatches: 1`",
             ("actor.minibatches",),
         )
@@ -220,7 +219,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "checkpoint.keep_every",
             keep,
-            f"checkpoints are saved at multiples of checkpoint.every_steps = {every}" if every else "none is saved",
+            f"not a multiple of checkpoint.every_steps = {every}" if every else "checkpoint.every_steps = 0 saves none",
             f"use a multiple of {every}, or 0" if every else "set `checkpoint.every_steps`, or use 0",
             ("checkpoint.every_steps",),
         )
@@ -233,7 +232,7 @@ def _optimizer(config: RunConfig) -> Iterator[Mistake]:
             "optimizer.warmup_steps",
             optimizer.warmup_steps,
             f"the run ends after {steps} optimizer steps (num_steps x actor.minibatches), "
-            "before the learning rate has risen",
+            "before the learning rate reaches its maximum",
             f"use at most {steps}",
             ("num_steps", "actor.minibatches"),
         )
@@ -241,7 +240,7 @@ def _optimizer(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "optimizer.min_learning_rate",
             optimizer.min_learning_rate,
-            f"above optimizer.learning_rate = {optimizer.learning_rate}, from which the schedule falls",
+            f"above optimizer.learning_rate = {optimizer.learning_rate}",
             f"use at most {optimizer.learning_rate}",
             ("optimizer.learning_rate",),
         )
@@ -249,7 +248,7 @@ def _optimizer(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             "optimizer.min_learning_rate",
             optimizer.min_learning_rate,
-            "does nothing with `optimizer.schedule: constant`",
+            "has no effect with optimizer.schedule = constant",
             "set `optimizer.schedule` to linear or cosine, or remove this key",
             ("optimizer.schedule",),
         )

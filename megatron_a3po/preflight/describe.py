@@ -1,4 +1,4 @@
-"""A run in words, from its configuration and the sizes of its model alone."""
+"""A run described in words, from its configuration and the sizes of its model."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ _FACTORS = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"))
 
 
 def describe_training(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
-    """Layout, parameters and memory of the training ranks."""
+    """Yield lines on layout, parameters and memory of the training ranks."""
     yield f"layout: {_layout(config, world_size)}"
     on_rank_0 = rank_parameters(config.parallel, architecture, stage=0).total
     counts = f"{readable_count(architecture.num_parameters)} parameters, {readable_count(on_rank_0)} on rank 0"
@@ -26,7 +26,7 @@ def describe_training(config: RunConfig, architecture: Architecture, world_size:
 
 
 def describe_run(config: RunConfig, architecture: Architecture, world_size: int) -> Iterator[str]:
-    """Also what the servers need, how much a step is, and where everything goes."""
+    """Yield also lines on the servers, the size of a step, the objective and the output."""
     yield from describe_training(config, architecture, world_size)
     yield from _servers(config, architecture)
     rollout, algorithm, steps = config.rollout, config.algorithm, config.actor.minibatches
@@ -47,11 +47,13 @@ def describe_run(config: RunConfig, architecture: Architecture, world_size: int)
 
 
 def data_parallel_ranks(config: RunConfig, world_size: int) -> int:
+    """Return the number of data-parallel ranks."""
     parallel = config.parallel
     return world_size // (parallel.tensor * parallel.pipeline * parallel.context)
 
 
 def num_servers(config: RunConfig) -> int:
+    """Return the number of rollout servers that the run uses or waits for."""
     servers, number = config.rollout.servers, config.rollout.num_servers
     return len(servers) if isinstance(servers, list) else number if servers == "registered" else 1
 

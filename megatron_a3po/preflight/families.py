@@ -1,4 +1,4 @@
-"""The architectures that can be trained, each read from its Hugging Face config.json."""
+"""The architectures that can be trained, read from config.json of a Hugging Face model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,26 +16,26 @@ SUPPORTED_ARCHITECTURES = (
     "GptOssForCausalLM",
 )
 _HEAD_DIMS = {"Qwen3ForCausalLM": 128, "GptOssForCausalLM": 64}
-"""Where it is not by default the hidden size divided by the heads."""
+"""Default head dimension, if it is not the hidden size divided by the number of heads"""
 
 
 class OddFields(ConfigError):
-    """Fields of a config.json that are missing or are not what they should be."""
+    """Error: fields of a config.json are missing or invalid."""
 
     def __init__(self, fields: tuple[str, ...]) -> None:
-        super().__init__(f"config.json: missing, or not of the right kind: {', '.join(fields)}; copy the model again")
+        super().__init__(f"config.json: missing or invalid: {', '.join(fields)}; copy the model again")
         self.fields = fields
 
 
 class _Fields:
-    """Reads a config.json and remembers what it could not use; a field that is null counts as absent."""
+    """Reader of a config.json that collects the invalid fields; a null field counts as absent."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         self._described = described
         self.odd: list[str] = []
 
     def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """The first of `names` that is there, else the default; without one the field must be there."""
+        """Return the first present field of `names`, else the default; without a default the field is required."""
         given = [name for name in names if self._described.get(name) is not None]
         value = self._described[given[0]] if given else default
         if type(value) is not int or value < least:
@@ -65,15 +65,15 @@ class _Fields:
 
 
 def architecture_name(described: dict[str, Any]) -> Any:
-    """The class that a config.json names, whatever it holds there."""
+    """Return the first entry of `architectures`, which may be anything."""
     named = described.get("architectures")
     return named[0] if isinstance(named, list) and named else named
 
 
 def read_architecture(described: dict[str, Any]) -> Architecture:
-    """The architecture that a config.json describes, with transformers' own defaults for what it may leave out.
+    """Return the architecture that a config.json describes, with the defaults of transformers for optional fields.
 
-    Raises OddFields with every field that is missing or makes no sense, and ConfigError for a class not in
+    Raises OddFields with every field that is missing or invalid, and ConfigError for a class not in
     `SUPPORTED_ARCHITECTURES`.
     """
     name = architecture_name(described)
@@ -130,7 +130,7 @@ def _latent_attention(fields: _Fields) -> LatentAttention:
 
 
 def _windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """Every other layer sees a window, the first included."""
+    """Return the window of each layer; by default every other layer has one, beginning with the first."""
     window = fields.number("sliding_window", default=128)
     kinds = fields.items("layer_types", str, ["sliding_attention", "full_attention"] * layers)[:layers]
     if len(kinds) < layers:
@@ -159,7 +159,7 @@ def _qwen_experts(fields: _Fields, layers: int) -> _MlpKinds:
 
 
 def _deepseek_experts(fields: _Fields, layers: int) -> _MlpKinds:
-    """Also GLM's."""
+    """Return the experts of DeepSeek-V3 or GLM-4.5."""
     dense = fields.number("first_k_dense_replace", least=0)
     intermediate = fields.number("moe_intermediate_size")
     experts = Experts(

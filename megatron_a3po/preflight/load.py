@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a validated `RunConfig`, or to all mistakes in one message."""
+"""Load a validated `RunConfig` from a YAML file and `key=value` overrides, or report all mistakes in one message."""
 
 import difflib
 import json
@@ -22,9 +22,9 @@ from megatron_a3po.preflight.families import read_architecture
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Read a YAML file (with its `base:` chain), apply `key=value` overrides, validate.
+    """Read a YAML file or a shipped recipe with its `base:` chain, apply `key=value` overrides, and validate.
 
-    `environment` is asked for WORLD_SIZE, so that a layout is checked against the ranks that torchrun started.
+    The layout is checked against the number of ranks in `environment["WORLD_SIZE"]`, which torchrun sets.
     Raises ConfigError with every mistake and its remedy.
     """
     values, mistakes = read_yaml(find_config(path))
@@ -43,21 +43,21 @@ def load_config(
 
 
 def load_architecture(folder: Path) -> Architecture:
-    """What the config.json of a Hugging Face folder describes; `load_config` has found it in order."""
+    """Return the architecture of a Hugging Face folder that `load_config` has checked."""
     return read_architecture(read_model_config(folder))
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole configuration with all defaults, in a form that `load_config` reads back."""
+    """Return the whole configuration with all defaults as YAML that `load_config` reads back."""
     return write_yaml(config.model_dump(mode="json"))
 
 
 _STAND_INS: dict[str, Any] = {"model": ".", "run_dir": ".", "num_steps": 1, "data": {"task": "-"}}
-"""For required keys that are missing or wrong, so that the checks across keys can still be made."""
+"""Values for required keys that are missing or wrong, so that checks across keys still run"""
 
 
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Mistake]]:
-    """The config, and what is wrong with it; wrong entries are replaced, so that later checks still find theirs."""
+    """Return the configuration and its mistakes; wrong entries are replaced, so that later checks still run."""
     try:
         return _parse(values), []
     except ValidationError as error:
@@ -71,12 +71,12 @@ def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Mistake]]:
 
 
 def _parse(values: dict[str, Any]) -> RunConfig:
-    # JSON's strict mode takes no "60" or true for 60, yet lets a string be a path.
+    # Strict mode for JSON refuses "60" and true for 60, but accepts a string for a path.
     return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True)
 
 
 def _explain(error: ValidationError) -> list[Mistake]:
-    """One mistake per key; a union reports each of its members."""
+    """Return one mistake per key, although pydantic reports each member of a union."""
     mistakes: dict[str, Mistake] = {}
     for item in error.errors():
         location = [str(part) for part in item["loc"]]
@@ -102,7 +102,7 @@ def _sections() -> dict[str, type[BaseModel]]:
 
 
 def known_keys() -> list[str]:
-    """Every key of the configuration, dotted."""
+    """Return every key of the configuration, with dots."""
     sections = _sections()
     keys = []
     for name in RunConfig.model_fields:
@@ -111,7 +111,7 @@ def known_keys() -> list[str]:
 
 
 def _schema_path(location: list[str], error_type: str) -> list[str]:
-    """Cut pydantic's location, which also names members of unions and indices of lists, down to the key."""
+    """Return the key in pydantic's location, which also names members of unions and indices of lists."""
     if error_type == "extra_forbidden":
         return location
     return location[: 2 if location[0] in _sections() else 1]
@@ -125,7 +125,7 @@ def _nearest(location: list[str]) -> str:
 
 
 def _replace(values: dict[str, Any], key: list[str]) -> None:
-    """Put a stand-in for a wrong entry, or take it out where there is a default."""
+    """Replace a wrong entry by a stand-in, or remove it if there is a default."""
     inner: Any = values
     for part in key[:-1]:
         inner = inner.get(part) if isinstance(inner, dict) else None

@@ -58,8 +58,8 @@ class MemoryEstimate:
     saving: int
     """on the device of the fullest rank while a checkpoint is saved between steps; not part of `total`"""
     saving_host: int
-    """in host memory, in addition to `host`, while a checkpoint is saved or loaded: masters and moments of all parameters
-    of a rank, not only of its shard; leaves out up to two temporary copies of one of the three"""
+    """in host memory, besides `host`, while a checkpoint is saved or loaded: masters and moments of all
+    parameters of a rank, not only of its shard; leaves out up to two temporary copies of one of the three"""
 
     @property
     def total(self) -> int:
@@ -217,12 +217,12 @@ def _activations(config: RunConfig, architecture: Architecture, stage: int) -> i
 
 
 def layer_activation_bytes(architecture: Architecture, index: int, item_bytes: int) -> int:
-    """Return the bytes per token that the backward pass needs of layer `index`, before tensor parallelism divides them.
+    """Return the bytes per token that the backward pass needs of a layer, before tensor parallelism divides them.
 
-    This is the accounting of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4 and 5), which gives 34 bytes x hidden size
-    for GPT in half precision: every tensor that a backward formula needs, once. Here it has no dropout and no masks
-    (2 of the 34), but grouped queries, a gated MLP, and attention that keeps a float32 normaliser per head instead of
-    scores. Experts are assumed to be evenly loaded.
+    This is the accounting of Korthikanti et al. 2022 (arXiv 2205.05198, sections 4 and 5), which counts every tensor
+    that a backward formula needs once: 34 bytes x hidden size for GPT in half precision. Here there are no dropout
+    masks (2 of the 34), but grouped queries, a gated MLP, and attention that keeps a float32 normaliser per head
+    instead of scores. Experts are assumed to be evenly loaded.
     """
     hidden = architecture.hidden_size
     norms = 4 * hidden  # input and output of both norms

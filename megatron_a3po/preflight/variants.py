@@ -1,4 +1,4 @@
-"""Variants of the supported architectures that would be trained as if they were something else."""
+"""Variants of the supported architectures that megatron-bridge would silently build as something else."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,7 @@ _BUILT: dict[str, dict[str, Any]] = {
     },
     "GptOssForCausalLM": {"attention_bias": True, "swiglu_limit": 7.0, "tie_word_embeddings": False},
 }
-"""The only value of a field that megatron-bridge 0.6.2 builds and maps; it takes no notice of another one."""
+"""The only values that megatron-bridge 0.6.2 builds and maps; it ignores other values of these fields."""
 
 _ROTARY: dict[str, tuple[str, ...]] = {
     "LlamaForCausalLM": ("default", "linear", "llama3"),
@@ -43,11 +43,11 @@ _ROTARY_CONSTANTS: dict[str, dict[str, Any]] = {
         "truncate": False,
     },
 }
-"""Those of the scaled rotary embeddings that it does not read."""
+"""Constants of scaled rotary embeddings that megatron-bridge does not read from config.json"""
 
 
 def unbuilt_variants(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(field, value, what it would have to be) of a config.json of a supported architecture."""
+    """Yield (field, value, what is built instead) for the config.json of a supported architecture."""
     name = architecture_name(described)
     for field, built in (_BUILT[name] | {"hidden_act": "silu"}).items():
         value = described.get(field)
@@ -65,7 +65,7 @@ def unbuilt_variants(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]
     if described.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok", 1, "a router for at least 2"
     yield from _groups_of_experts(described)
-    # By their shape alone megatron-bridge tells whether the experts' weights are stored the other way round.
+    # megatron-bridge tells by their shape alone whether the weights of experts are stored transposed.
     if name == "GptOssForCausalLM" and described.get("hidden_size") == 2 * described.get("intermediate_size", 0):
         yield "hidden_size", described["hidden_size"], "other than twice intermediate_size"
     kinds = described.get("layer_types")
@@ -89,7 +89,10 @@ def _rotary(name: str, rotary: dict[str, Any]) -> Iterator[tuple[str, Any, str]]
 
 
 def _groups_of_experts(described: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Hugging Face ranks groups by their two best experts, Megatron by as many as a token takes from each."""
+    """Check group-limited routing.
+
+    Hugging Face ranks groups by their two best experts, Megatron by as many as a token takes from each group.
+    """
     groups, chosen, per_token = (described.get(field, 0) for field in ("n_group", "topk_group", "num_experts_per_tok"))
     if any(type(number) is not int or number < 1 for number in (groups, chosen, per_token)):
         return
