@@ -1,6 +1,7 @@
 """A configuration is read completely or refused before anything starts, with every mistake and its remedy."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_bases_in_a_circle_and_missing_bases_are_errors(file: Path) -> None:
     (file.parent / "a.yaml").write_text("base: b.yaml\n")
     (file.parent / "b.yaml").write_text("base: a.yaml\n")
 
-    assert "`base:` leads back to this file" in refusal(file.parent / "a.yaml")
+    assert "a.yaml" in (message := refusal(file.parent / "a.yaml")) and "`base:`" in message
     (file.parent / "b.yaml").write_text("base: none.yaml\n")
     assert "none.yaml" in refusal(file.parent / "a.yaml")
     (file.parent / "b.yaml").write_text(file.read_text() + "base: [run.yaml]\n")
@@ -120,7 +121,7 @@ def test_keys_given_twice_or_no_text_and_broken_yaml_are_errors_with_their_place
 def test_a_file_without_keys_is_an_error(file: Path, text: str) -> None:
     file.write_text(text)
 
-    assert "not keys and values" in refusal(file)
+    assert str(file) in (message := refusal(file)) and "keys and values" in message
 
 
 @pytest.mark.parametrize("text", ["2e-4", "2E-4", "+2e-4", "2.0e-4", "0.0002", "2.e-4"])
@@ -154,11 +155,11 @@ def test_all_mistakes_come_in_one_message(file: Path) -> None:
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(file: Path, override: str, nearest: str) -> None:
-    assert f"unknown key; did you mean `{nearest}" in refusal(file, override)
+    assert f"did you mean `{nearest}" in refusal(file, override)
 
 
 def test_an_unknown_key_unlike_all_others_points_to_the_list_of_keys(file: Path) -> None:
-    assert "zzz = 1: unknown key; `--print-config` lists all keys" in refusal(file, "zzz=1")
+    assert "zzz = 1" in (message := refusal(file, "zzz=1")) and "--print-config" in message
 
 
 WRONG_VALUES = """
@@ -188,7 +189,7 @@ def test_missing_required_keys_are_all_named(file: Path, model: Path) -> None:
 
 @pytest.mark.parametrize("override", ["model.x=1", "model.x.y=1", "num_steps.a.b.c=1", "data.task.x.y=3"])
 def test_an_override_below_a_value_is_refused_and_not_lost(file: Path, override: str) -> None:
-    assert "is a value, not a section; check the key" in refusal(file, override)
+    assert mistakes(file, override) == [override.split("=")[0]]
 
 
 @pytest.mark.parametrize("override", ["num_steps", "=3", "--x=3", "a b=1", "num_steps=[", "num_steps={{a}}"])
@@ -197,70 +198,53 @@ def test_an_override_that_cannot_be_read_is_named(file: Path, override: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world_size", "key", "words"),
+    ("overrides", "named"),
     [
-        (["device=cuda"], "", "rollout.servers", "use `registered` and start servers on other GPUs"),
-        (["rollout.servers=[]"], "", "rollout.servers", "at least one http://host:port"),
-        (["rollout.servers=['host:30000']"], "", "rollout.servers", "not a URL; write http://host:port"),
+        (["device=cuda"], r"rollout\.servers = 'local': .*; use `registered`"),
+        (["rollout.servers=[]"], r"rollout\.servers = \[\]: .*; .*http://host:port"),
+        (["rollout.servers=['host:30000']"], r"rollout\.servers = 'host:30000': .*; .*http://host:port"),
+        (["rollout.servers=[http://a:1, http://b:1, HTTP://a:1/]"], r"rollout\.servers = 'http://a:1': .*; .* once"),
         (
             ["publish.max_logprob_difference=1.0", "publish.verify_prompts=0"],
-            "",
-            "publish.max_logprob_difference",
-            "set `publish.verify_prompts`",
+            r"publish\.max_logprob_difference = 1\.0: .*; set `publish\.verify_prompts`",
         ),
         (
             ["publish.delta_folder=/dev/shm/policy", "publish.fallback=false"],
-            "",
-            "publish.delta_folder",
-            "nothing is published through files; use `publish.transport: disk`",
+            r"publish\.delta_folder = '/dev/shm/policy': .*; use `publish\.transport: disk`",
         ),
         (
             ["publish.delta_folder=policy", "rollout.servers=['http://host:30000']"],
-            "",
-            "publish.delta_folder",
-            "give the whole path",
+            r"publish\.delta_folder = 'policy': .*; use an absolute path",
         ),
-        (["optimizer.offload=true"], "", "optimizer.offload", "in host memory already; remove this key"),
-        (["rollout.max_new_tokens=100"], "", "rollout.max_new_tokens", "use less than 100"),
-        (["evaluation.max_new_tokens=100"], "", "evaluation.max_new_tokens", "use less than 100"),
-        (["model=nowhere"], "", "model", "no config.json there"),
+        (["optimizer.offload=true"], r"optimizer\.offload = True: .*; remove this key"),
+        (["rollout.max_new_tokens=100"], r"rollout\.max_new_tokens = 100: .*; use less than 100"),
+        (["evaluation.max_new_tokens=100"], r"evaluation\.max_new_tokens = 100: .*; use less than 100"),
+        (["model=nowhere"], r"model = 'nowhere': .*config\.json; .*make_tiny_model\.py"),
     ],
 )
-def test_what_cannot_run_together_is_refused_with_a_remedy(
-    file: Path, overrides: list[str], world_size: str, key: str, words: str
-) -> None:
-    message = refusal(file, *overrides, world_size=world_size)
+def test_what_cannot_run_together_is_refused_with_a_remedy(file: Path, overrides: list[str], named: str) -> None:
+    _, *lines = refusal(file, *overrides).splitlines()
 
-    assert f"1. {key} = " in message and "2. " not in message and words in message
+    assert len(lines) == 1 and re.search(rf"^  1\. {named}", lines[0])
 
 
 @pytest.mark.parametrize(
     ("description", "words"),
     [
-        ("{", "cannot be read"),
-        ("[]", "does not describe a model"),
-        ("{}", "architecture not supported; use one of Qwen2ForCausalLM, Qwen3ForCausalLM"),
-        (
-            json.dumps(DESCRIPTION | {"architectures": ["GPT2LMHeadModel"]}),
-            "'GPT2LMHeadModel': architecture not supported",
-        ),
-        (json.dumps(DESCRIPTION | {"num_hidden_layers": None}), "no sensible num_hidden_layers"),
-        (json.dumps(DESCRIPTION | {"hidden_size": 0, "vocab_size": "259"}), "no sensible hidden_size, vocab_size"),
-        (json.dumps(DESCRIPTION | {"vocab_size": "259"}), "no sensible vocab_size"),
-        (json.dumps(DESCRIPTION | {"architectures": "Qwen3ForCausalLM", "vocab_size": True}), "no sensible vocab_size"),
+        ("{", "config.json"),
+        ("[]", "config.json"),
+        ("{}", "use one of Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        (json.dumps(DESCRIPTION | {"architectures": ["GPT2LMHeadModel"]}), "'GPT2LMHeadModel'"),
+        (json.dumps(DESCRIPTION | {"num_hidden_layers": None}), " num_hidden_layers;"),
+        (json.dumps(DESCRIPTION | {"hidden_size": 0, "vocab_size": "259"}), " hidden_size, vocab_size;"),
+        (json.dumps(DESCRIPTION | {"architectures": "Qwen3ForCausalLM", "vocab_size": True}), " vocab_size;"),
+        (json.dumps(DESCRIPTION | {"attention_bias": True}), "attention_bias = True"),
     ],
 )
 def test_a_model_folder_that_cannot_be_used_is_refused(file: Path, model: Path, description: str, words: str) -> None:
     (model / "config.json").write_text(description)
 
     assert words in refusal(file) and mistakes(file) == ["model"]
-
-
-def test_a_variant_that_would_silently_be_built_otherwise_is_refused(file: Path, model: Path) -> None:
-    (model / "config.json").write_text(json.dumps(DESCRIPTION | {"attention_bias": True}))
-
-    assert mistakes(file) == ["model"]
-    assert "its config.json has attention_bias = True, and Qwen3ForCausalLM would be built with False" in refusal(file)
 
 
 def test_mistakes_of_the_layout_and_of_the_model_come_together(file: Path) -> None:
@@ -283,8 +267,7 @@ def test_mistakes_of_the_layout_and_of_the_model_come_together(file: Path) -> No
 def test_a_model_folder_without_a_file_is_refused(file: Path, model: Path, name: str) -> None:
     (model / name).unlink()
 
-    assert mistakes(file) == ["model"]
-    assert (f"no {name} there" in refusal(file)) or ("no *.safetensors there" in refusal(file))
+    assert mistakes(file) == ["model"] and name.replace("model.", "*.") in refusal(file)
 
 
 def test_weights_that_are_cut_off_are_refused_by_name(file: Path, model: Path) -> None:
@@ -292,14 +275,7 @@ def test_weights_that_are_cut_off_are_refused_by_name(file: Path, model: Path) -
     whole = weights.read_bytes()
     for damaged in (whole[:-1], whole[:20], b"", whole + b"x"):
         weights.write_bytes(damaged)
-        assert mistakes(file) == ["model"]
-        assert "model.safetensors': the file is cut off or damaged" in refusal(file)
-
-
-def test_a_server_is_named_once(file: Path) -> None:
-    message = refusal(file, "rollout.servers=[http://a:1, http://b:1, HTTP://a:1/]")
-
-    assert "'http://a:1': stands there twice" in message and "2. " not in message
+        assert mistakes(file) == ["model"] and str(weights) in refusal(file)
 
 
 def test_layouts_that_divide_the_ranks_are_accepted(file: Path) -> None:

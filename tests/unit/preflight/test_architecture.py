@@ -198,7 +198,6 @@ def test_all_odd_fields_are_named_at_once() -> None:
     assert set(error.value.fields) == {
         *("hidden_size", "vocab_size", "num_hidden_layers", "mlp_only_layers", "tie_word_embeddings", "num_experts")
     }
-    assert "missing, or not of the right kind: " in str(error.value)
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["GPT2LMHeadModel"], "GPT2LMHeadModel", 3])

@@ -86,12 +86,13 @@ def test_a_recipe_whose_method_the_command_line_replaces_still_runs_and_says_wha
         describe_run(replaced, architecture, 1),
         startup_summary(replaced, architecture, fusions, world_size=1),
     ):
-        assert {line for line in lines if line.startswith("note: ")} == {
-            "note: algorithm.behaviour_weight = 0.5 does nothing with `proximal: reuse_target`",
-            "note: algorithm.clip_epsilon_high = 0.28 does nothing with `proximal: reuse_target`",
-            "note: algorithm.weight_cap_mode = clamp does nothing with `algorithm.weight_cap: null`",
-            "note: algorithm.kl_estimator = k1 does nothing with `algorithm.kl_coefficient: 0`",
-        }
+        noted = [re.search(r"^note: algorithm\.(\w+) = .* `([\w.]+): (\w+)`$", line) for line in lines]
+        assert [match.groups() for match in noted if match] == [
+            ("behaviour_weight", "proximal", "reuse_target"),
+            ("clip_epsilon_high", "proximal", "reuse_target"),
+            ("weight_cap_mode", "algorithm.weight_cap", "null"),
+            ("kl_estimator", "algorithm.kl_coefficient", "0"),
+        ]
 
 
 @pytest.mark.parametrize("temperature", [5e-7, 9.9e-7, 1e-6, 0.6])
@@ -105,5 +106,5 @@ def test_a_temperature_is_refused_exactly_where_sglang_samples_greedily_instead(
     if temperature >= float(bound):
         assert load_config(file, [f"rollout.temperature={temperature}"], {}).rollout.temperature == temperature
     else:
-        with pytest.raises(ConfigError, match=r"1\. rollout\.temperature = .* SGLang .*; use 1, or at least 1e-06"):
+        with pytest.raises(ConfigError, match=r"1\. rollout\.temperature = .*; use 1, or at least 1e-06"):
             load_config(file, [f"rollout.temperature={temperature}"], {})

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_a3po.config import DataConfig, EvaluationConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.preflight.check_data import data_mistakes
+from tests.support.mistakes import assert_named
 
 
 @pytest.fixture
@@ -18,8 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def found(data: dict[str, Any], reward: dict[str, Any] | None = None, **evaluation: Any) -> list[str]:
-    return [str(mistake) for mistake in data_mistakes(config(data, reward or {}, **evaluation))]
+def found(data: dict[str, Any], reward: dict[str, Any] | None = None, **evaluation: Any) -> list[Mistake]:
+    return list(data_mistakes(config(data, reward or {}, **evaluation)))
 
 
 def config(data: dict[str, Any], reward: dict[str, Any], **evaluation: Any) -> RunConfig:
@@ -51,35 +53,34 @@ def test_these_are_right(folder: Path, data: dict[str, Any], reward: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("data", "reward", "message"),
+    ("data", "reward", "expected"),
     [
-        ({}, {}, "data: there are no prompts; give `data.task: NAME`"),
-        (TASK | FILE, {}, "data.path = 'train.jsonl': there is data.task as well; remove one of them"),
-        (TASK | {"split": "train"}, {}, "data.split = 'train': does nothing without `data.path`; remove this key"),
-        (FILE | {"size": 10}, {}, "data.size = 10: does nothing without `data.task`; remove this key"),
-        ({"path": Path("no.jsonl")}, {}, "data.path = 'no.jsonl': there is no such file or folder"),
-        ({"path": Path("words.txt")}, {}, "data.path = 'words.txt': neither .jsonl nor .parquet; convert it"),
-        (FILE | {"columns": {"answer": "a"}}, {}, "no column is the prompt; add `prompt: COLUMN`"),
-        (FILE | {"columns": {"prompt": "q"}}, {}, "no column is the answer that reward.scorer = auto compares with"),
+        ({}, {}, "data; `data.task`"),
+        (TASK | FILE, {}, "data.path = 'train.jsonl': data.task; remove one of them"),
+        (TASK | {"split": "train"}, {}, "data.split = 'train': `data.path`; remove this key"),
+        (FILE | {"size": 10}, {}, "data.size = 10: `data.task`; remove this key"),
+        ({"path": Path("no.jsonl")}, {}, "data.path = 'no.jsonl'; check the path"),
+        ({"path": Path("words.txt")}, {}, "data.path = 'words.txt'; convert it"),
+        (FILE | {"columns": {"answer": "a"}}, {}, "data.columns = {'answer': 'a'}; `prompt: COLUMN`"),
+        (FILE | {"columns": {"prompt": "q"}}, {}, "data.columns = {'prompt': 'q'}; `answer: COLUMN`"),
         (
             TASK | {"chat_template": False, "enable_thinking": True},
             {},
-            "data.enable_thinking = True: needs the chat template; remove this key, or `data.chat_template: false`",
+            "data.enable_thinking = True; data.chat_template = False",
         ),
-        (FILE, {"scorer": "task"}, "reward.scorer = 'task': only prompts of `data.task` have a scorer of their own"),
-        (FILE, {"scorer": "mth"}, "reward.scorer = 'mth': unknown; did you mean `math`?"),
-        (FILE, {"scorer": "llm judge"}, "reward.scorer = 'llm judge': unknown; use auto, task, math, math_exact, mod"),
-        (FILE, {"scorer": "http:///score"}, "reward.scorer = 'http:///score': not a URL; write http://host:port"),
-        (FILE, {"format_pattern": "(", "format_penalty": 1}, "reward.format_pattern = '(': not a regular expression"),
-        (FILE, {"format_pattern": "x"}, "reward.format_pattern = 'x': costs nothing; set `reward.format_penalty`"),
-        (FILE, {"format_penalty": 1}, "reward.format_penalty = 1.0: there is no format; give `reward.format_pattern`"),
+        (FILE, {"scorer": "task"}, "reward.scorer = 'task': `data.task`; use `math`"),
+        (FILE, {"scorer": "mth"}, "reward.scorer = 'mth'; `math`?"),
+        (FILE, {"scorer": "llm judge"}, "reward.scorer = 'llm judge'; use auto, task, math, math_exact, mod"),
+        (FILE, {"scorer": "http:///score"}, "reward.scorer = 'http:///score'; http://host:port"),
+        (FILE, {"format_pattern": "(", "format_penalty": 1}, "reward.format_pattern = '('; correct it"),
+        (FILE, {"format_pattern": "x"}, "reward.format_pattern = 'x'; set `reward.format_penalty`"),
+        (FILE, {"format_penalty": 1}, "reward.format_penalty = 1.0; set `reward.format_pattern`"),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(
-    folder: Path, data: dict[str, Any], reward: dict[str, Any], message: str
+    folder: Path, data: dict[str, Any], reward: dict[str, Any], expected: str
 ) -> None:
-    (mistake,) = found(data, reward)
-    assert message in mistake
+    assert_named(found(data, reward), expected)
 
 
 def test_evaluation_datasets_that_are_right(folder: Path) -> None:
@@ -90,39 +91,34 @@ def test_evaluation_datasets_that_are_right(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "evaluation", "message"),
+    ("data", "evaluation", "expected"),
     [
-        (FILE | {"num_held_out": 0}, {}, "data.num_held_out = 0: nothing would be evaluated; keep some prompts, or"),
+        (FILE | {"num_held_out": 0}, {}, "data.num_held_out = 0; `evaluation.datasets`"),
         (
             FILE,
             {"datasets": {"a": {"path": Path("no.jsonl")}}},
-            "evaluation.datasets.a.path = 'no.jsonl': there is no such file or folder",
+            "evaluation.datasets.a.path = 'no.jsonl'; check the path",
         ),
         (
             FILE,
             {"datasets": {"held_out": {"path": Path("train.jsonl")}}},
-            "evaluation.datasets.held_out = 'held_out': held-out prompts have this name; name it otherwise",
+            "evaluation.datasets.held_out = 'held_out'; another name",
         ),
-        (
-            FILE,
-            {"datasets": {"a/b": {"path": Path("train.jsonl")}}},
-            "no name for files and metrics; name it otherwise",
-        ),
+        (FILE, {"datasets": {"a/b": {"path": Path("train.jsonl")}}}, "evaluation.datasets.a/b = 'a/b'; another name"),
         (
             FILE,
             {"datasets": {"a": {"path": Path("train.jsonl"), "columns": {"prompt": "q"}}}},
-            "evaluation.datasets.a.columns = {'prompt': 'q'}: no column is the answer",
+            "evaluation.datasets.a.columns = {'prompt': 'q'}; `answer: COLUMN`",
         ),
         (
             TASK,
             {"datasets": {"a": {"path": Path("train.jsonl")}}},
-            "reward.scorer = 'auto': a task's scorer knows no answers of `evaluation.datasets`; use `math`",
+            "reward.scorer = 'auto': `evaluation.datasets`; use `math`",
         ),
-        (FILE, {"temperature": 0, "num_samples": 4}, "evaluation.num_samples = 4: with evaluation.temperature = 0 all"),
+        (FILE, {"temperature": 0, "num_samples": 4}, "evaluation.num_samples = 4: evaluation.temperature = 0; use 1"),
     ],
 )
 def test_mistakes_of_evaluations_are_named_with_their_remedy(
-    folder: Path, data: dict[str, Any], evaluation: dict[str, Any], message: str
+    folder: Path, data: dict[str, Any], evaluation: dict[str, Any], expected: str
 ) -> None:
-    (mistake,) = found(data, **evaluation)
-    assert message in mistake
+    assert_named(found(data, **evaluation), expected)

@@ -11,6 +11,7 @@ from megatron_a3po.preflight.architecture import Architecture
 from megatron_a3po.preflight.check_layout import architecture_mistakes, token_multiple
 from megatron_a3po.preflight.check_run import find_mistakes
 from megatron_a3po.preflight.families import read_architecture
+from tests.support.mistakes import assert_named
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -57,16 +58,6 @@ def found(*overrides: str, world_size: int | None = None) -> list[Mistake]:
 
 def against(description: dict[str, Any], *overrides: str) -> list[Mistake]:
     return list(architecture_mistakes(run(*overrides), read_architecture(description)))
-
-
-def assert_named(mistakes: list[Mistake], *expected: str) -> None:
-    """Compare with texts of the form `KEY = VALUE: words of the problem; words of the remedy`."""
-    assert len(mistakes) == len(expected), mistakes
-    for mistake, text in zip(mistakes, expected, strict=True):
-        named, _, remedy = text.partition("; ")
-        named, _, problem = named.partition(": ")
-        assert named == f"{mistake.key} = {mistake.value!r}"
-        assert problem in mistake.problem and remedy in mistake.remedy and mistake.remedy
 
 
 @pytest.mark.parametrize(

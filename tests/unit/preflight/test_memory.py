@@ -225,8 +225,8 @@ def test_the_table_names_every_use_and_its_sum() -> None:
         *("weights", "gradients", "optimizer", "activations", "logits", "total", "saving", "saving"),
     ]
     assert "pipeline stage 0" in lines[0]
-    sizes = [re.findall(r"([\d.]+) GiB", line)[0] for line in lines[1:]]
-    assert (sizes[0], sizes[5], sizes[7]) == ("3.81", "53.19", "22.89")
+    sizes = dict(re.findall(r"^  ([a-z ]+?) {2,}([\d.]+ [GM]iB)", "\n".join(lines), re.MULTILINE))
+    assert (sizes["weights"], sizes["total"], sizes["saving host"]) == ("3.81 GiB", "53.19 GiB", "22.89 GiB")
     offloaded = memory_table(estimate(QWEN3_8B, 1, "optimizer.offload=true"))
     assert offloaded[-3].split() == ["host", "122.05", "GiB", "host", "memory"]
 
