@@ -26,7 +26,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         remedy = "give a Hugging Face model folder; docs/production.md has download commands, and "
         remedy += "tools/make_tiny_model.py makes a tiny model"
-        raise UnreadableModel(folder, "the folder has no config.json", remedy) from None
+        raise UnreadableModel(folder, "no config.json there", remedy) from None
     except (OSError, ValueError, RecursionError) as error:
         problem = f"its config.json cannot be read ({error})"
         raise UnreadableModel(folder, problem, "copy or download it again") from None
