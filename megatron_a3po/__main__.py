@@ -238,8 +238,9 @@ def _plan(parsed: argparse.Namespace) -> int:
         # Flushed, because the tokenizer and the datasets take a while.
         print("\n".join(describe_run(config, load_architecture(config.model), parsed.ranks)), flush=True)
         from megatron_a3po.prompts.load import try_datasets
+        from megatron_a3po.rewards.worker_pool import try_scorer
 
-        for line in try_datasets(config):
+        for line in (*try_datasets(config), *try_scorer(config)):
             print(line)
     except Exception as error:
         print(f"error: {_message(error)}", file=sys.stderr)

@@ -25,6 +25,7 @@ from megatron_a3po.node.recipe import RECIPES, Node, Recipe
 from megatron_a3po.preflight.describe import describe_run
 from megatron_a3po.preflight.load import load_architecture
 from megatron_a3po.prompts.load import try_datasets
+from megatron_a3po.rewards.worker_pool import try_scorer
 from megatron_a3po.runtime.processes import die_with_parent, end_process
 from megatron_a3po.serving.launcher import check_host
 
@@ -153,7 +154,7 @@ def _dry_run(recipe: Recipe, node: Node, overrides: Sequence[str]) -> int:
         check_gpus(config, node)
     except ConfigError as error:
         print(f"not possible on this machine: {error}")
-    for line in try_datasets(config):
+    for line in (*try_datasets(config), *try_scorer(config)):
         print(line)
     print("configuration, model folder and datasets are valid")
     return 0

@@ -7,15 +7,16 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_a3po.config import RunConfig
 from megatron_a3po.config.server_key import KEY_VARIABLE
-from megatron_a3po.errors import RewardError
-from megatron_a3po.rewards.scorers import ScorerSpec, WorkerStart
+from megatron_a3po.errors import ConfigError, RewardError
+from megatron_a3po.rewards.scorers import ScorerSpec, TaskSpec, WorkerStart
 from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
 from megatron_a3po.rewards.worker import (
     END_SIGNAL,
@@ -48,6 +49,44 @@ class WorkerSettings:
     log_file: Path
     grow_seconds: float = 1.0
     """Another worker starts when a request has waited this long."""
+
+
+def worker_settings(config: RunConfig) -> WorkerSettings:
+    """Return the settings of the reward workers. `reward.scorer = auto` is `task` for a task, else `math`."""
+    reward, data = config.reward, config.data
+    task = TaskSpec(name=data.task, options=data.task_options) if data.task is not None else None
+    scorer = reward.scorer
+    if scorer == "auto":
+        scorer = "task" if task is not None else "math"
+    return WorkerSettings(
+        spec=ScorerSpec(scorer=scorer, task=task, format_pattern=reward.format_pattern),
+        max_workers=reward.max_workers,
+        timeout_seconds=reward.timeout_seconds,
+        memory_bytes=reward.worker_memory_bytes,
+        log_file=config.run_dir / "logs" / "rewards.log",
+    )
+
+
+def try_scorer(config: RunConfig) -> Iterator[str]:
+    """Import a user's reward function in a worker, as a run does, and yield a line about it. Raises ConfigError."""
+    settings = worker_settings(config)
+    name = settings.spec.scorer
+    if ":" not in name or "://" in name:
+        return
+
+    async def try_worker() -> None:
+        workers = RewardWorkers(replace(settings, log_file=Path(os.devnull)))
+        workers.start()
+        try:
+            await workers.ready()
+        finally:
+            await workers.close()
+
+    try:
+        asyncio.run(try_worker())
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
+    yield f"reward.scorer: {name} can be imported"
 
 
 class RewardWorkers:

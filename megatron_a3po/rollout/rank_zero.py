@@ -21,8 +21,7 @@ from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.prompts.load import load_prompts, load_tokenizer, longest_request
-from megatron_a3po.rewards.scorers import ScorerSpec, TaskSpec
-from megatron_a3po.rewards.worker_pool import RewardWorkers, WorkerSettings
+from megatron_a3po.rewards.worker_pool import RewardWorkers, worker_settings
 from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.evaluator import EVALUATIONS, DatasetResult, Evaluator
@@ -233,22 +232,6 @@ class RankZeroRollouts:
         await self._collector.stop()
         self.ledger.drop_open("run_ended")
         await self._pool.close()
-
-
-def worker_settings(config: RunConfig) -> WorkerSettings:
-    """Return the settings of the reward workers. `reward.scorer = auto` is `task` for a task, else `math`."""
-    reward, data = config.reward, config.data
-    task = TaskSpec(name=data.task, options=data.task_options) if data.task is not None else None
-    scorer = reward.scorer
-    if scorer == "auto":
-        scorer = "task" if task is not None else "math"
-    return WorkerSettings(
-        spec=ScorerSpec(scorer=scorer, task=task, format_pattern=reward.format_pattern),
-        max_workers=reward.max_workers,
-        timeout_seconds=reward.timeout_seconds,
-        memory_bytes=reward.worker_memory_bytes,
-        log_file=config.run_dir / "logs" / "rewards.log",
-    )
 
 
 def shaping(config: RunConfig) -> Shaping:

@@ -77,7 +77,7 @@ def test_a_dry_run_reads_the_datasets(
     good = [json.dumps({"problem": f"{index} + 1", "answer": "1", "unique_id": str(index)}) for index in range(300)]
     write_math500(readable, [*good, "{"])
     assert run_node(RECIPE, ["--dry-run"]) == 0
-    (bad_rows,) = re.findall(r"rows that cannot be used: (.*)", capsys.readouterr().out)
+    (bad_rows,) = re.findall(r"rejected rows: (.*)", capsys.readouterr().out)
     assert json.loads(Path(bad_rows).read_text())["line"] == 301
 
     write_math500(readable, [*good[:5], "{", "{"])
@@ -220,7 +220,7 @@ def test_the_folder_where_the_run_starts_is_on_the_path_on_which_workers_find_re
     assert run_node(RECIPE, ["--dry-run", "reward.scorer=my_rewards_here:f"]) == 0
     assert str(readable) in sys.path
     assert run_node(RECIPE, ["--dry-run", "reward.scorer=my_rewards_gone:f"]) == 2
-    assert "there is no module 'my_rewards_gone'" in capsys.readouterr().out
+    assert "reward.scorer = 'my_rewards_gone:f' cannot be imported" in capsys.readouterr().out
 
 
 def test_rank_0_makes_things_and_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

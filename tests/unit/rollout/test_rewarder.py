@@ -15,7 +15,8 @@ from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunCon
 from megatron_a3po.errors import RewardError
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.rewards.scorers import TaskSpec
-from megatron_a3po.rollout.rank_zero import shaping, worker_settings
+from megatron_a3po.rewards.worker_pool import worker_settings
+from megatron_a3po.rollout.rank_zero import shaping
 from megatron_a3po.rollout.rewarder import Shaping
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
