@@ -1,10 +1,8 @@
 """The images and the compose file, which no test here builds: what can be read off them is right."""
 
-import fnmatch
 import re
 import shlex
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,14 +32,6 @@ def arguments(image: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_images_come_from_tags_that_stay(image: str) -> None:
-    copied = [text.split()[0].removeprefix("--from=") for text in arguments(image, "COPY") if "--from=" in text]
-    for source in arguments(image, "FROM") + copied:
-        name, _, tag = source.partition(":")
-        assert re.search(r"\d+\.\d+\.\d+", tag), f"{name} has no version"
-
-
-@pytest.mark.parametrize("image", IMAGES)
 def test_nothing_runs_as_root(image: str) -> None:
     names = [name for name, _ in instructions(image)]
     (user,) = arguments(image, "USER")
@@ -49,20 +39,6 @@ def test_nothing_runs_as_root(image: str) -> None:
 
     assert int(default.partition("=")[2]) > 0
     assert set(names[names.index("USER") + 1 :]) <= {"WORKDIR", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_what_is_copied_is_there_and_reaches_the_build(image: str) -> None:
-    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
-    assert ignored[0] == "*"
-    sent = [line.removeprefix("!").rstrip("/") for line in ignored if line[0] == "!"]
-    for copied in arguments(image, "COPY"):
-        if copied.startswith("--from"):
-            continue
-        for source in copied.split()[:-1]:
-            assert (ROOT / source).exists()
-            assert any(source.rstrip("/") == name or source.startswith(f"{name}/") for name in sent), source
-    assert not any(fnmatch.fnmatch(name, "*key*") for name in sent)
 
 
 @pytest.mark.parametrize(
@@ -81,30 +57,16 @@ def test_the_health_check_finds_the_process_and_not_itself(image: str, process: 
     assert "nvidia-smi" in check
 
 
-def test_the_trainer_is_made_by_the_set_up_script_and_servers_from_the_same_lock(tmp_path: Path) -> None:
-    assert any("bash tools/setup_environment.sh gpu" in text for text in arguments("trainer", "RUN"))
-
+def test_servers_are_installed_from_the_lock_without_transformer_engine() -> None:
     (install,) = [text for text in arguments("rollout", "RUN") if "--require-hashes" in text]
     (program,) = re.findall(r"awk '([^']+)' requirements/gpu.lock > (?=/tmp/rollout.lock)", install)
     lock = ROOT / "requirements" / "gpu.lock"
     kept = subprocess.run(["awk", program, str(lock)], capture_output=True, text=True, check=True).stdout
-    packages = [re.findall(r"^([a-z0-9._-]+)==", text, re.MULTILINE) for text in (lock.read_text(), kept)]
-    left_out = {name for name in packages[0] if name.startswith("transformer-engine")}
-    assert packages[1] == [name for name in packages[0] if name not in left_out]
-    assert left_out == {"transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"}
-    assert kept.count("--hash=") == sum(
-        package.count("--hash=")
-        for package in re.split(r"^(?=[a-z0-9])", lock.read_text(), flags=re.MULTILINE)
-        if not package.startswith("transformer-engine")
+    whole, kept_packages = (
+        re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:] for text in (lock.read_text(), kept)
     )
-
-
-@pytest.mark.parametrize("service", IMAGES)
-def test_the_compose_file_builds_the_images_with_arguments_that_they_have(service: str) -> None:
-    build = SERVICES[service]["build"]
-    assert (ROOT / "docker" / build["context"]).resolve() == ROOT
-    assert build["dockerfile"] == f"docker/{service}.Dockerfile"
-    assert set(build["args"]) <= {text.split("=")[0] for text in arguments(service, "ARG")}
+    assert kept_packages == [package for package in whole if not package.startswith("transformer-engine")]
+    assert len(whole) == len(kept_packages) + 3
 
 
 def rollout_command(**variables: str) -> list[str]:
@@ -120,18 +82,6 @@ def rollout_command(**variables: str) -> list[str]:
 def test_servers_may_get_another_model_than_the_run() -> None:
     served = launcher_parser().parse_args(rollout_command(SERVED_MODEL="models/Qwen3-8B-FP8"))
     assert served.overrides == ["rollout.key_file=server.key", "model=models/Qwen3-8B-FP8"]
-
-
-@pytest.mark.parametrize("service", IMAGES)
-def test_containers_see_data_and_not_the_checkout(service: str) -> None:
-    """`python -m` looks for packages where it runs: in a checkout it would find that one's."""
-    mounts = {volume["target"]: volume for volume in SERVICES[service]["volumes"]}
-    (folder,) = {text for text in arguments(service, "WORKDIR") if text != IN_IMAGE}
-    assert set(mounts) == {f"{folder}/{name}" for name in ("models", "data", "runs", "server.key")}
-    for target, volume in mounts.items():
-        # Docker would make what is not there, for root alone.
-        assert volume["type"] == "bind" and volume["bind"] == {"create_host_path": False}
-        assert volume["source"] == f"${{WORKSPACE:-..}}/{Path(target).name}"
 
 
 def test_the_compose_file_gives_both_commands_one_configuration() -> None:
