@@ -2,11 +2,11 @@
 
     python tools/apply_weight_delta.py /shared/published /dev/shm/policy
 
-The first folder is the run's `publish.folder`, the second its `publish.delta_folder`, below which the machine's servers
-read. Start it on every machine with rollout servers before the run; it goes on until it is ended, also from one run to
-the next: what fails, on a full disk or while storage is away, is logged and tried again. It needs the disk or memory
-for one copy of the model. What it makes is checked byte by byte; ended at any moment, it makes the version anew from
-whole files.
+The first folder is `publish.folder` of the run. The second is its `publish.delta_folder`, from which the servers of
+this machine read. Start this program before the run on every machine with rollout servers. It runs until it is ended,
+across runs. It logs and retries what fails, for example on a full disk or while shared storage is away. It needs disk
+or memory for one copy of the model. It verifies every byte of its copy; if it is ended during an update, it builds the
+next version from whole files.
 """
 
 import argparse

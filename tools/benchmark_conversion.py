@@ -1,10 +1,10 @@
-"""Memory and time of both conversions, on a synthetic model of the shape of Llama 3.2 1B (1.24 billion parameters).
+"""Measure memory and time of both conversions of a synthetic model in the shape of Llama 3.2 1B (1.24 billion).
 
     python tools/benchmark_conversion.py --processes 1
-    python tools/benchmark_conversion.py --processes 4 --layers 4     # a smaller one
+    python tools/benchmark_conversion.py --processes 4 --layers 4     # a smaller model
 
 Writes the model (2.5 GB), converts it to Megatron's format and back, and prints the peak resident memory of the largest
-process. The libraries take 0.8 GiB of it.
+process, of which the libraries take 0.8 GiB.
 """
 
 import argparse
@@ -96,9 +96,11 @@ def run_tool(tool: str, processes: int, *arguments: str) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1, help="how many divide the work (default 1)")
-    parser.add_argument("--layers", type=int, default=16, help="of the synthetic model (default 16)")
-    parser.add_argument("--folder", type=Path, help="where to write (7.5 GB, removed at the end); default: temporary")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes that share the work (default 1)")
+    parser.add_argument("--layers", type=int, default=16, help="layers of the synthetic model (default 16)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder to write to (7.5 GB, removed at the end); default: temporary"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         root = Path(name)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Time and memory of reading a large JSONL dataset.
+"""Measure time and memory of reading a large JSONL dataset.
 
     python tools/benchmark_dataset.py --rows 1000000 [--tokenizer FOLDER]
 
-Writes a file of so many rows to a temporary folder, reads it as a run does, and prints one JSON line. Without a
-tokenizer, a token is a byte.
+Writes a file with this many rows to a temporary folder, reads it as a run does, and prints one JSON line. Without a
+tokenizer, every byte is a token.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Bytes and time of versions as changes (`publish.delta_folder`) against whole ones, by how much changes. Ratios only.
+"""Compare bytes and time of deltas (`publish.delta_folder`) with those of whole versions, by the share that changes.
 
     python tools/benchmark_delta.py [--mebibytes 64] [--versions 40] [--repeats 5] [--folder FOLDER]
 
-One bucket of bf16 weights whose elements change at random places. In every repeat all densities take their turn with
-whole files; times are medians over the repeats:
+The elements of one bucket of bf16 weights change at random places. Every repeat measures all densities and whole files
+in turn. All results are ratios; times are medians over the repeats:
 
-written             bytes of the change in one version, over those of the whole bucket
-with whole files    the same over many versions in a row, with the whole files that are written anew in between
+written             bytes of the delta of one version, over those of the whole bucket
+with whole files    the same over many versions in a row, including the whole files that are written in between
 write               time at the owner (compare, checksum, write), over that of writing the whole bucket
-apply               time on the rollout machine (change, checksum), over that of copying the whole file
+apply               time on the rollout machine (apply, checksum), over that of copying the whole file
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"mebibytes": 64, "versions": 40, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, help="where to write; default: the folder for temporary files")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder for temporary files")
     options = parser.parse_args()
     weights = torch.randn(options.mebibytes << 19).bfloat16()
     figures: dict[float, list[tuple[float, ...]]] = {density: [] for density in DENSITIES}

@@ -1,10 +1,10 @@
-"""Memory and time of log-probs and entropy with their gradients: ours from logits, ours fused, and the naive formula.
+"""Measure memory and time of log-probs and entropy with gradients: from logits, fused, and by the naive formula.
 
     python tools/benchmark_logprobs.py [--repeats 5] [--output FILE.json] [--threads 1]
 
-All variants run interleaved in one process, on the device at hand. Peak memory counts every tensor storage that is
-alive, from the tensors themselves (a dispatch mode; on CUDA the allocator), above inputs. Times are medians and are
-given as ratios to the naive formula: absolute times of a CPU mean nothing.
+All variants run in turn in one process, on a GPU if there is one. Peak memory counts all live tensor storages beyond
+the inputs (by a dispatch mode; on CUDA by the allocator). Times are medians, given as ratios to the naive formula,
+because absolute times of a CPU mean nothing.
 """
 
 import argparse

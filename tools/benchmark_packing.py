@@ -1,14 +1,14 @@
-"""How evenly ways of packing sequences into microbatches load the data-parallel ranks, and what that costs in time.
+"""Compare ways of packing sequences into microbatches by how evenly they load the data-parallel ranks.
 
     python tools/benchmark_packing.py [--samples 512] [--ranks 8] [--cap 16384] [--sigma 1.0] [--seeds 20] [--json FILE]
 
-Lengths are lognormal and clipped to the cap; an 8B Qwen3's forward FLOPs stand for time. Per batch:
-imbalance   FLOPs of the busiest rank over the mean
-lockstep    time over perfect balance if every microbatch waits for the slowest rank's: the sum over positions of the
-            costliest microbatch there, over the mean rank's FLOPs
-fill        tokens over microbatches x cap
-of best     the fewest microbatches that the token total allows, a multiple of the ranks, over those taken
-over        microbatches over the cap
+Lengths are lognormal and clipped to the cap; the forward FLOPs of Qwen3-8B stand for time. Per batch:
+imbalance   FLOPs of the busiest rank, over the mean
+lockstep    time if every microbatch waits for that of the slowest rank: the sum over positions of the most expensive
+            microbatch, over the FLOPs of the mean rank
+fill        tokens, over microbatches x cap
+of best     fewest possible microbatches (a multiple of the ranks), over the number used
+over        microbatches larger than the cap
 plan ms     milliseconds to find the assignment, FLOPs model included
 """
 
@@ -162,8 +162,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
     parser.add_argument("--cap", type=int, default=16384, help="tokens in a microbatch")
     parser.add_argument("--median", type=float, default=2048, help="tokens of the median sequence")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
-    parser.add_argument("--seeds", type=int, default=20, help="batches")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the lengths")
+    parser.add_argument("--seeds", type=int, default=20, help="number of batches")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""Seconds of a training step with A-3PO and with decoupled PPO's extra forward pass, on the same weights and batch.
+"""Compare the time of a training step of A-3PO and of decoupled PPO, which has an extra forward pass.
 
     python tools/benchmark_proximal.py [--repeats 7] [--threads 1] [--output FILE.json]
 
-One real actor (Megatron-Core, one rank) on a random Qwen3; the two objectives take turns on it, with a learning rate
-that changes nothing. Only ratios of interleaved steps are reported as results.
+The two objectives take turns on one actor (Megatron-Core, one rank) with a random Qwen3, the same batch, and a learning
+rate that leaves the weights unchanged. Results are ratios of interleaved steps.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""Time of collecting and publishing weights on CPUs, against megatron-bridge's export alone. Ratios, no absolute times.
+"""Compare the time of collecting and publishing weights on CPUs with that of megatron-bridge's export.
 
     python tools/benchmark_publish.py [--size tiny|small] [--tensor 2] [--pipeline 2] [--expert 1] [--servers 2]
                                       [--repeats 7] [--json FILE]
 
-Starts tensor x pipeline ranks and, in place of the rollout servers, processes that receive what is sent and drop it.
-Every repeat runs all ways once, in turn, and a figure is the median over the repeats:
+Starts tensor x pipeline ranks and, in place of rollout servers, processes that receive and drop what is sent. Every
+repeat runs all variants in turn; figures are medians over the repeats:
 
 bridge export       megatron-bridge's export alone: every tensor on every rank, nothing is sent
-overlap             collecting and publishing, in buckets of an eighth of the model, one filled while one is sent
+overlap             collecting and publishing in buckets of an eighth of the model, filling one while sending another
 no overlap          the same with one buffer
-whole, half, ...     the same as overlap, in buckets of another size
-per tensor          the same, every tensor a bucket of its own
-ratio               time over that of the bridge's export in the same run; noise: half the distance of the quartiles
+whole, half, ...     like overlap, with another bucket size
+per tensor          like overlap, with one bucket per tensor
+ratio               time over that of the bridge's export in the same repeat; noise: half the distance of the quartiles
                     over the median
 """
 
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     for name, default in {"tensor": 2, "pipeline": 2, "expert": 1, "servers": 2, "repeats": 7}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", type=Path, help="also write all times there")
+    parser.add_argument("--json", type=Path, help="write all times to this file")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to the ranks
     options = parser.parse_args()
     if options.folder is not None:

@@ -1,9 +1,9 @@
-"""A Markdown table of finished runs, one row for each set of settings, over their seeds.
+"""Print a Markdown table of finished runs, with one row per configuration over its seeds.
 
     python tools/compare_runs.py runs/readme/*
 
-Runs whose configurations differ in nothing but seed, run_dir and servers share a row: mean, and in brackets the lowest
-and the highest.
+Runs whose configurations differ only in seed, run_dir and servers share a row, which shows the mean and, in brackets,
+the lowest and highest value.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Convert a Hugging Face folder to Megatron's torch_dist format, for any parallel layout.
 
     python tools/convert_hf_to_megatron.py models/Qwen3-8B models/Qwen3-8B-megatron
-    torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py ...      # eight processes divide the files
+    torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py ...      # eight processes share the work
 
-Needs no GPU and little memory: a process holds one layer's largest weights at a time. Interrupted, the same command
-goes on where it was. Training takes the result as `model=...`, as it does the Hugging Face folder itself.
+Needs no GPU and little memory: a process holds the largest weights of one layer at a time. If it is interrupted, the
+same command continues. A run takes the result as `model=...`, like the Hugging Face folder itself.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def _convert(arguments: argparse.Namespace, processes: Processes) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="Hugging Face folder: config.json, *.safetensors, tokenizer")
-    parser.add_argument("target", type=Path, help="folder to make; must not hold anything yet")
+    parser.add_argument("target", type=Path, help="folder to create; it must not exist or be empty")
     parser.add_argument(
-        "--verify", action="store_true", help="convert back and compare every bit, and the logits on random tokens"
+        "--verify", action="store_true", help="convert back and compare every bit, and logits on random tokens"
     )
     run_tool(parser, _convert)

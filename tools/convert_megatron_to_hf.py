@@ -1,10 +1,10 @@
-"""Convert Megatron's weights, of a converted folder or of a run's checkpoint, to a Hugging Face folder.
+"""Convert Megatron weights, from a converted folder or a checkpoint of a run, to a Hugging Face folder.
 
     python tools/convert_megatron_to_hf.py runs/math/checkpoints/step_00000200 models/math-200
-    torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py ...      # eight processes divide the files
+    torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py ...      # eight processes share the work
 
-Whatever layout the checkpoint was saved in. Needs no GPU and little memory: a process holds one layer's largest weights
-at a time. Interrupted, the same command goes on where it was.
+The checkpoint may have any layout. Needs no GPU and little memory: a process holds the largest weights of one layer at
+a time. If it is interrupted, the same command continues.
 """
 
 import argparse
@@ -31,16 +31,20 @@ def _convert(arguments: argparse.Namespace, processes: Processes) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "source", type=Path, help="what convert_hf_to_megatron.py made, or run_dir/checkpoints/step_..."
+        "source", type=Path, help="folder made by convert_hf_to_megatron.py, or run_dir/checkpoints/step_..."
     )
-    parser.add_argument("target", type=Path, help="folder to make; must not hold anything yet")
+    parser.add_argument("target", type=Path, help="folder to create; it must not exist or be empty")
     parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder with config.json and tokenizer; default: what the source names"
+        "--model",
+        type=Path,
+        help="Hugging Face folder with config.json and tokenizer; default: the one named in source",
     )
     parser.add_argument(
-        "--fp8", choices=["blockwise"], help="linear weights in FP8 with one scale per 128 x 128; not gpt-oss"
+        "--fp8",
+        choices=["blockwise"],
+        help="write linear weights in FP8 with one scale per 128 x 128 block; not for gpt-oss",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="convert back and compare every bit, and the logits on random tokens"
+        "--verify", action="store_true", help="convert back and compare every bit, and logits on random tokens"
     )
     run_tool(parser, _convert)

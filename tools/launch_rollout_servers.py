@@ -2,10 +2,10 @@
 
     python tools/launch_rollout_servers.py --config my.yaml --host 10.0.0.7 [--gpus 4,5,6,7] [key=value ...]
 
-Give the configuration of the run, whose `run_dir` must be on storage that both machines see: there the servers register
-when they are ready, one per `rollout.server_tensor_parallel` GPUs. One that ends is started again. SIGTERM, SIGUSR1
-(which srun passes on) or Ctrl-C ends them all. An address that other machines reach needs a key, in A3PO_SERVER_KEY or
-`rollout.key_file`.
+Use the configuration of the run. Its `run_dir` must be on storage that both machines see, because servers register
+there when they are ready. There is one server per `rollout.server_tensor_parallel` GPUs. A server that ends is started
+again. SIGTERM, SIGUSR1 (which srun passes on) or Ctrl-C ends all of them. If other machines reach the address, servers
+need a key, in A3PO_SERVER_KEY or `rollout.key_file`.
 """
 
 import argparse
@@ -38,13 +38,15 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file or shipped recipe of the run")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address of this machine to bind, at which the trainer finds the servers"
+        "--host", default="127.0.0.1", help="address of this machine at which the trainer reaches the servers"
     )
-    parser.add_argument("--gpus", metavar="LIST", help="for example 4,5,6,7; default: all that are visible")
-    parser.add_argument("--number", type=int, help="how many servers, with `device: cpu`; default: 1")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for the run")
+    parser.add_argument("--gpus", metavar="LIST", help="GPUs to use, for example 4,5,6,7; default: all visible ones")
+    parser.add_argument("--number", type=int, help="number of servers with `device: cpu`; default: 1")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the configuration, the same as for the run"
+    )
     return parser
 
 

@@ -1,5 +1,5 @@
-"""Write the tiny model's words as datasets in the forms of real ones: one to train on in DAPO-Math-17k's columns, as
-Parquet, and two small ones for evaluation as JSON lines.
+"""Write datasets of the tiny model's words: one for training, as Parquet with the columns of DAPO-Math-17k, and two
+small ones for evaluation, as JSON lines.
 
     python tools/make_tiny_dataset.py [--output data/tiny_words]
 """
@@ -49,7 +49,7 @@ def _write_jsonl(path: Path, prompts: Iterable[Prompt]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("data/tiny_words"), help="folder to make (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("data/tiny_words"), help="folder to create (%(default)s)")
     output: Path = parser.parse_args().output
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as temporary:

@@ -1,10 +1,10 @@
-"""Make the quickstart's model: a Qwen3 of 115,000 parameters that spells six-letter words backward one time in four.
+"""Make the model of the quickstart: a Qwen3 of 115,000 parameters that reverses six-letter words one time in four.
 
     python tools/make_tiny_model.py [--output models/tiny_qwen3] [--seed 0] [--force]
 
-The model is warm-started, by supervised learning, on a sloppy teacher who always reverses the word but stops at the
-right letter only sometimes. Reinforcement learning then has something to sharpen: the right answer is in the samples,
-one in four. The result is an ordinary Hugging Face folder. Nothing is downloaded; it takes some 20 seconds.
+The model is warm-started by supervised learning on a teacher that always reverses the word but stops at the right
+letter only sometimes. Reinforcement learning can then improve it, because one sample in four is right. The result is an
+ordinary Hugging Face folder. Nothing is downloaded; it takes about 20 seconds.
 """
 
 import argparse
@@ -276,10 +276,12 @@ def make_tiny_model(output: Path, settings: WarmStartSettings, *, force: bool = 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("models/tiny_qwen3"), help="folder to make (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the teacher and the batches (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("models/tiny_qwen3"), help="folder to create (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, teacher and batches (%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder")
-    parser.add_argument("--num-threads", type=int, default=1, help="of torch; more are slower here (%(default)s)")
+    parser.add_argument(
+        "--num-threads", type=int, default=1, help="threads of torch; more are slower here (%(default)s)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     transformers_logging.disable_progress_bar()

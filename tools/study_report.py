@@ -1,4 +1,4 @@
-"""The runs of tools/study_staleness.py: their settings, a JSON line for each, and from these a table and a picture."""
+"""Settings of the runs of tools/study_staleness.py, their results as JSON lines, and a table and a picture of these."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,17 +1,17 @@
-"""How much staleness each objective bears: the quickstart's model and task, trained with staleness simulated.
+"""Measure how much staleness each objective tolerates, with the model and task of the quickstart.
 
     python tools/make_tiny_model.py
     python tools/study_staleness.py [--staleness 1 2 4 8] [--objectives a3po ppo ...] [--seeds 0 1 2] [--processes 2]
 
-Plain PyTorch and Hugging Face, one thread per run, no server: batch k is sampled by the weights of version
-max(0, k - staleness), so that every token's staleness is exact and a run depends on nothing but its settings. The
-configuration (configs/tiny_cpu.yaml), the loss (algorithm/objective.py), log-probs, advantages, rewards and prompts are
-those of the real trainer. So this isolates the objective from the system and says nothing about the latter: neither its
-speed, nor the staleness that real runs have, nor versions that change inside a response. `make quickstart` measures
-the system.
+Staleness is simulated in plain PyTorch and Hugging Face, with one thread per run and no server: batch k is sampled by
+the weights of version max(0, k - staleness), so that the staleness of every token is exact and a run depends only on
+its settings. The configuration (configs/tiny_cpu.yaml), the loss (algorithm/objective.py), log-probs, advantages,
+rewards and prompts are those of the real trainer. The study isolates the objective: it does not measure the speed of
+the system, the staleness of real runs, or versions that change inside a response. `make quickstart` measures the
+system.
 
-Writes runs.jsonl (a line per run), results.md (a table) and accuracy.svg into --output. A run that has its line there
-is not run again: interrupt and repeat the command as you like, and remove runs.jsonl after changing the objective.
+Writes runs.jsonl (a line per run), results.md (a table) and accuracy.svg into --output. A run that has a line there is
+not repeated, so the command can be interrupted and repeated; remove runs.jsonl after changing the objective.
 """
 
 import argparse
@@ -280,8 +280,8 @@ def main() -> int:
     parser.add_argument("--staleness", nargs="+", type=int, default=[1, 2, 4, 8], metavar="VERSIONS")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[2e-4, 5e-4], metavar="RATE")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
-    parser.add_argument("--num-steps", type=int, default=60, help="of each run (%(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each (%(default)s)")
+    parser.add_argument("--num-steps", type=int, default=60, help="steps of each run (%(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at the same time, one thread each (%(default)s)")
     arguments = parser.parse_args()
     if arguments.processes < 1:
         parser.error("--processes must be at least 1")
