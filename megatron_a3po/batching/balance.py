@@ -1,22 +1,22 @@
-"""Which sequence goes into which microbatch of which data-parallel rank.
+"""Assign sequences to the microbatches of the data-parallel ranks.
 
-Three aims, in this order: few microbatches, each within a cap of tokens; on every rank the same number of them, with
-nearly equal FLOPs per rank; and nearly equal FLOPs of all the ranks' k-th microbatches, since under pipeline and
-expert parallelism the ranks run in lockstep and wait for the slowest one at every position k.
+There are three aims, in this order: few microbatches, each within a cap of tokens; the same number of them on every
+rank, with nearly equal FLOPs per rank; and nearly equal FLOPs of the k-th microbatches of all ranks, because under
+pipeline and expert parallelism the ranks run in lockstep and wait for the slowest one at every position k.
 
-1. Their number is what first-fit-decreasing needs, at most 11/9 of the optimum plus 2/3 (Dósa 2007), rounded up.
-2. A sequence that costs more than the average microbatch cannot be balanced away. The costliest ones share their
-   positions, each filled up to the cost of the first: while one of them runs, the other ranks have as much to do.
+1. First-fit-decreasing decides their number, at most 11/9 of the optimum plus 2/3 (Dósa 2007), rounded up.
+2. A sequence that costs more than the average microbatch cannot be balanced away. The costliest sequences share
+   positions, each filled up to the cost of the first, so that the other ranks have as much to do while one runs.
 3. The remaining sequences are divided by Karmarkar and Karp's largest differencing ("The differencing method of set
    partitioning", report UCB/CSD 82/113, 1982): each sequence is a partition with empty other parts; combine the two
    partitions with the largest spread, the costliest part of one with the cheapest of the other, until one is left.
-4. That method knows only costs. Moves and swaps between two microbatches bring those over the cap under it; if they
-   get stuck, which only a very tight cap makes them, first-fit-decreasing's own microbatches are taken.
+4. That method knows only costs. Moves and swaps between two microbatches bring those over the cap under it. If they
+   get stuck, which happens only with a very tight cap, first-fit-decreasing's own microbatches are taken.
 5. Microbatches sorted by cost and cut into one per rank give the positions. Dealing each position to the ranks is
    differencing again: it starts from the positions as partitions, so each rank gets one microbatch of each (balanced
    largest differencing, Michiels et al., STACS 2003).
 
-Everything is deterministic, so that every rank finds the same assignment by itself.
+Everything is deterministic: every rank computes the same assignment by itself.
 """
 
 import heapq
@@ -28,7 +28,7 @@ from typing import Literal
 from megatron_a3po.errors import DataError
 
 type Partition = list[tuple[float, list[int]]]
-"""its parts as (cost, members), the costliest first, without empty parts"""
+"""Its parts as (cost, members), the costliest first, without empty parts"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Sequences:
 
 @dataclass(slots=True)
 class _Bin:
-    """A microbatch in the making."""
+    """A microbatch under construction."""
 
     members: list[int]
     tokens: int
@@ -66,11 +66,11 @@ def assign_microbatches(
     multiple_of: int = 1,
     oversized: Literal["error", "alone"] = "error",
 ) -> list[list[list[int]]]:
-    """Indices of sequences as [rank][microbatch][sequence], balanced by `costs` (FLOPs of each sequence).
+    """Return the indices of sequences as [rank][microbatch][sequence], balanced by `costs` (FLOPs of each sequence).
 
-    Every rank gets the same number of microbatches, a multiple of `multiple_of`, and none has more than `max_tokens`
-    of `lengths`. A longer sequence is an error, or has a microbatch to itself. If there are fewer sequences than
-    microbatches, some are empty.
+    Every rank gets the same number of microbatches, a multiple of `multiple_of`, each with at most `max_tokens` of
+    `lengths`. If there are fewer sequences than microbatches, some are empty. A longer sequence gets a microbatch to
+    itself (`oversized="alone"`) or raises DataError.
     """
     if oversized == "error" and max(lengths) > max_tokens:
         raise DataError(
@@ -78,7 +78,7 @@ def assign_microbatches(
             "actor.microbatch_tokens (times parallel.context) to the longest prompt plus rollout.max_new_tokens, lower "
             "rollout.max_new_tokens, or set actor.oversized = alone to give such a sequence a microbatch to itself"
         )
-    # One that is too long counts as exactly full, so nothing joins it.
+    # A sequence that is too long counts as a full microbatch, so nothing joins it.
     sequences = _Sequences([min(length, max_tokens) for length in lengths], costs, max_tokens)
     first_fit = _first_fit_decreasing(sequences)
     step = num_ranks * multiple_of
@@ -90,7 +90,7 @@ def assign_microbatches(
 
 
 def _first_fit_decreasing(sequences: _Sequences) -> list[list[int]]:
-    """Each sequence, longest first, into the first microbatch with room."""
+    """Put each sequence, longest first, into the first microbatch with room."""
     microbatches: list[list[int]] = []
     rooms: list[int] = []
     lengths = sequences.lengths
@@ -106,7 +106,7 @@ def _first_fit_decreasing(sequences: _Sequences) -> list[list[int]]:
 
 
 def _balanced(sequences: _Sequences, count: int, num_ranks: int) -> list[list[int]]:
-    """`count` microbatches of nearly equal cost, apart from those with the costliest sequences; some over the cap."""
+    """Return `count` microbatches of nearly equal cost, except for the costliest sequences; some exceed the cap."""
     costs = sequences.costs
     rest = sorted(range(len(costs)), key=lambda index: -costs[index])
     microbatches: list[list[int]] = []
@@ -122,9 +122,9 @@ def _balanced(sequences: _Sequences, count: int, num_ranks: int) -> list[list[in
 def _heavy_position(
     costliest_first: list[int], sequences: _Sequences, num_ranks: int, *, spare: int
 ) -> tuple[list[list[int]], list[int]]:
-    """One microbatch per rank for the costliest sequences, filled up to the first one's cost; and what is left over.
+    """Return one microbatch per rank for the costliest sequences, filled up to the cost of the first, and the rest.
 
-    At most `spare` sequences are taken for filling up.
+    At most `spare` sequences fill them up.
     """
     lengths, costs = sequences.lengths, sequences.costs
     bins = [_Bin([index], lengths[index], costs[index]) for index in costliest_first[:num_ranks]]
@@ -142,7 +142,7 @@ def _heavy_position(
 
 
 def largest_differencing(partitions: Sequence[Partition], ways: int) -> Partition:
-    """All these partitions combined into one of at most `ways` parts of nearly equal cost (Karmarkar and Karp 1982)."""
+    """Combine partitions into one of at most `ways` parts of nearly equal cost (Karmarkar and Karp 1982)."""
 
     def entry(number: int, partition: Partition) -> tuple[float, int, Partition]:
         cheapest = partition[-1][0] if len(partition) == ways else 0.0
@@ -158,7 +158,7 @@ def largest_differencing(partitions: Sequence[Partition], ways: int) -> Partitio
 
 
 def _combine(first: Partition, second: Partition, ways: int) -> Partition:
-    """The costliest part of one joins the cheapest of the other, where an empty part is the cheapest."""
+    """Join the costliest part of one with the cheapest of the other, where empty parts are the cheapest."""
     alone_in_first, alone_in_second = ways - len(second), ways - len(first)
     joined = [
         (one_cost + other_cost, one + other)
@@ -172,7 +172,7 @@ def _combine(first: Partition, second: Partition, ways: int) -> Partition:
 
 
 def _repaired(microbatches: list[list[int]], sequences: _Sequences) -> list[list[int]] | None:
-    """The same with every microbatch within the cap, or None if no single move or swap helps any more."""
+    """Bring every microbatch within the cap; return None if no single move or swap helps any more."""
     lengths, costs = sequences.lengths, sequences.costs
     bins = [
         _Bin(list(members), sum(lengths[index] for index in members), sum(costs[index] for index in members))
@@ -187,9 +187,9 @@ def _repaired(microbatches: list[list[int]], sequences: _Sequences) -> list[list
 
 
 def _relieve(full: _Bin, other: _Bin, sequences: _Sequences) -> bool:
-    """Make the move or swap after which the fewest tokens are over the cap; of several, the best for the costs.
+    """Make the move or swap that leaves the fewest tokens over the cap, and of several the one with the best costs.
 
-    False, and nothing done, if none leaves fewer over the cap than before.
+    Return False and change nothing if none leaves fewer tokens over the cap than before.
     """
     lengths, costs, cap = sequences.lengths, sequences.costs, sequences.max_tokens
     best = (max(full.tokens - cap, 0) + max(other.tokens - cap, 0), 0.0)
@@ -214,7 +214,7 @@ def _relieve(full: _Bin, other: _Bin, sequences: _Sequences) -> bool:
 
 
 def _deal(microbatches: list[list[int]], costs: Sequence[float], num_ranks: int) -> list[list[list[int]]]:
-    """[rank][microbatch][sequence]: positions of microbatches with like costs, dealt for like totals of the ranks."""
+    """Return [rank][microbatch][sequence]: positions have microbatches of similar cost, and ranks similar totals."""
     parts = [(sum(costs[index] for index in members), members) for members in microbatches]
     parts.sort(key=lambda part: (-part[0], not part[1]))
     positions = [

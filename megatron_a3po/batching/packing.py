@@ -1,4 +1,4 @@
-"""From trajectories to packed microbatches of bounded size, the same number on every data-parallel rank."""
+"""Pack trajectories into microbatches, and split a batch into parts of whole groups."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megatron_a3po.types import Alignment, Microbatch, Trajectory
 
 
 def split_groups(group_ids: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Indices of trajectories in `num_parts` parts of as many groups each, whole groups in the order of their issue."""
+    """Return the indices of trajectories in `num_parts` parts of equally many whole groups, in issue order."""
     order = list(dict.fromkeys(group_ids))
     part_of = {group: number * num_parts // len(order) for number, group in enumerate(order)}
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -22,12 +22,12 @@ def split_groups(group_ids: Sequence[int], num_parts: int) -> list[list[int]]:
 def pack(
     trajectories: Sequence[Trajectory], advantages: Tensor, *, alignment: Alignment, device: torch.device
 ) -> Microbatch:
-    """This context-parallel rank's part of one microbatch of these trajectories, padded as `alignment` says.
+    """Return this context-parallel rank's part of one microbatch of the trajectories, padded to `alignment`.
 
-    No trajectory gives a microbatch of padding only: a rank with less work still takes part in every collective.
-    advantages [trajectories] float32. This is the only place where tensors are shifted: labels, mask, behaviour
-    log-probs, weight versions and advantages move together by one position. The padding at the end is a sequence of
-    its own, since rotary embeddings and attention follow `cu_seqlens`.
+    Without trajectories it is all padding, because a rank with less work still takes part in every collective. No other
+    place shifts tensors: labels, mask, behaviour log-probs, weight versions and advantages move together by one
+    position. The padding at the end is a sequence of its own, because rotary embeddings and attention follow
+    `cu_seqlens`. advantages: [trajectories] float32.
     """
     lengths = [alignment.aligned(trajectory.token_ids.numel() - 1) for trajectory in trajectories]
     padding = -sum(lengths) % alignment.total_multiple if trajectories else alignment.total_multiple
@@ -71,7 +71,7 @@ def pack(
 
 
 def _context_parallel_part(lengths: Sequence[int], alignment: Alignment) -> Tensor:
-    """Indices of this rank's tokens: of the 2c chunks of every sequence the r-th from the front and from the back."""
+    """Return the indices of rank r's tokens: of each sequence's 2c chunks the r-th from the front and the back."""
     size, rank = alignment.context_size, alignment.context_rank
     positions = torch.arange(sum(lengths)).split(list(lengths))
     if size == 1:

@@ -1,7 +1,8 @@
 """Prompts of a dataset and a reward function of one's own, as the training loop sees them."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from megatron_a3po.algorithm.advantage import compute_advantages
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import RewardError
 from megatron_a3po.fleet.event_loop import EventLoopThread
+from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rewards.scorers import TaskSpec
+from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
 from megatron_a3po.rewards.worker_pool import worker_settings
 from megatron_a3po.rollout.rank_zero import shaping
-from megatron_a3po.rollout.rewarder import Shaping
+from megatron_a3po.rollout.rewarder import Rewarder, Shaping
+from megatron_a3po.rollout.sampler import Responses
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
+from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.support.scripted_server import ScriptedServer
 from tests.unit.rollout.test_source import Run, import_tool
 
@@ -122,6 +127,63 @@ def run_config(data: dict[str, Any], **reward: Any) -> RunConfig:
     )
 
 
+def responses(number: int) -> Responses:
+    trajectory = Trajectory(
+        prompt_id=f"task/{number}",
+        group_id=number,
+        token_ids=torch.arange(6),
+        prompt_length=2,
+        behaviour_logprobs=torch.zeros(4),
+        weight_versions=torch.zeros(4, dtype=torch.int64),
+        reward=math.nan,
+        finish_reason=FinishReason.STOP,
+    )
+    prompt = Prompt(prompt_id=f"task/{number}", token_ids=(0, 1))
+    return Responses(prompt=prompt, group_id=number, trajectories=(trajectory,) * 2, texts=("a", "b"))
+
+
+class Scores:
+    """One right answer in the wrong format for each response; prompts below `num_failed` get no reward."""
+
+    def __init__(self, num_failed: int = 0) -> None:
+        self._num_failed = num_failed
+
+    async def score(self, groups: Sequence[Sequence[Sample]]) -> list[list[Score] | RewardFailure]:
+        return [self._score(group) for group in groups]
+
+    def _score(self, group: Sequence[Sample]) -> list[Score] | RewardFailure:
+        if int(group[0].prompt_id.split("/")[1]) < self._num_failed:
+            return RewardFailure(kind=FailureKind.ERROR, message="in the user's code")
+        return [Score(value=1.0, reason="right", has_format=False) for _ in group]
+
+
+async def test_training_rewards_are_shaped_and_those_of_an_evaluation_are_not() -> None:
+    penalties = Shaping(max_new_tokens=8, format_penalty=0.25, length_penalty=0.5)
+    rewarder = Rewarder(Scores(), penalties, max_failed_share=0.0)
+    group = await rewarder.reward_group(responses(0))
+    (evaluated,) = await rewarder.score_each([responses(0)])
+
+    # Four tokens of eight, and not in the format.
+    assert isinstance(group, TrajectoryGroup)
+    for trajectories, reward in ((group.trajectories, 0.5), (evaluated.trajectories, 1.0)):
+        assert [(item.reward, item.reward_reason) for item in trajectories] == [(reward, "right_bad_format")] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "num_failed", "is_right"), [(100, 2, True), (100, 3, False), (30, 2, True), (2, 2, False)]
+)
+async def test_an_evaluation_leaves_out_what_has_no_reward_and_fails_where_that_is_too_much_or_all(
+    number: int, num_failed: int, is_right: bool
+) -> None:
+    rewarder = Rewarder(Scores(num_failed), Shaping(max_new_tokens=8), max_failed_share=0.02)
+    scoring = rewarder.score_each([responses(index) for index in range(number)])
+    if is_right:
+        assert [item.group_id for item in await scoring] == list(range(num_failed, number))
+    else:
+        with pytest.raises(RewardError, match=rf"{num_failed} of {number} .*reward\.max_failed_share = 0\.02"):
+            await scoring
+
+
 def start(source: RolloutSource, server: ScriptedServer) -> Run:
     fleet = source.connect(lambda message: None)
     assert fleet is not None
@@ -168,5 +230,5 @@ def test_a_reward_function_that_always_fails_ends_the_run_with_its_message(
         config.model_copy(update={"reward": reward}), rank=0, gloo_group=gloo_group, timer=PhaseTimer()
     ) as source:
         start(source, server)
-        with pytest.raises(RewardError, match=r"3 of the last 100 groups got no reward \(3 reward_error\).*KeyError"):
+        with pytest.raises(RewardError, match=r"3 reward_error.*reward\.max_failed_share = 0\.02.*KeyError"):
             source.next_batch()
