@@ -18,8 +18,6 @@ from megatron_a3po.runtime.signals import Preemption
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import Trajectory
 
-_LOOK_SECONDS = 1.0
-"""How long rank 0 waits for a batch before all ranks check whether one was asked to stop."""
 _CHECK_TOKENS = 16
 """Length of a response for the comparison of log-probs, which the trainer waits for after every publication."""
 
@@ -38,11 +36,18 @@ class RolloutSource:
         gloo_group: dist.ProcessGroup,
         timer: PhaseTimer,
         preemption: Preemption | None = None,
+        look_seconds: float = 1.0,
     ) -> None:
-        """gloo_group: the gloo group of all ranks, in which ranks wait for rank 0."""
+        """Prepare the parts.
+
+        Args:
+            gloo_group: the gloo group of all ranks, in which ranks wait for rank 0.
+            look_seconds: how long rank 0 waits for a batch before all ranks check whether one was asked to stop.
+        """
         self._config = config
         self._preemption = preemption or Preemption()
         self._gloo_group = gloo_group
+        self._look_seconds = look_seconds
         self._timer = timer
         self._stack = ExitStack()
         self.stopped_by = 0
@@ -111,7 +116,7 @@ class RolloutSource:
         """Wait until the batch is complete or a rank was asked to stop. All ranks learn both in the same collective."""
         is_complete = False
         while not is_complete and not self.stopped_by:
-            waits = self._rank0 is not None and not self._rank0.is_batch_complete(_LOOK_SECONDS)
+            waits = self._rank0 is not None and not self._rank0.is_batch_complete(self._look_seconds)
             seen = torch.tensor([waits, self._preemption.look()])
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._gloo_group)
             is_complete, self.stopped_by = not seen[0], int(seen[1])

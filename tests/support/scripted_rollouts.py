@@ -1,8 +1,8 @@
-"""A rollout server whose answers depend on the prompt alone, and a tiny model that goes with it: whole runs that come
-out the same to the last bit."""
+"""A rollout server whose answers depend only on the prompt, and tiny models for it: runs are equal to the last bit."""
 
 import hashlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from tests.support.tiny_models import VOCAB_SIZE, save_tiny_model
 
 
 class DeterministicServer(ScriptedServer):
-    """Receives real broadcasts; samples what a hash of the prompt says, by the version that it was given last."""
+    """Receive real broadcasts, and sample the tokens that a hash of the prompt gives, by the last version received."""
 
     async def _generate(self, body: dict[str, Any], number: int) -> web.Response:
         await self._running.wait()
@@ -49,7 +49,7 @@ class DeterministicServer(ScriptedServer):
 
 @contextmanager
 def scripted_server() -> Iterator[DeterministicServer]:
-    """In a thread of this process; the receiver of its weights is a process of its own."""
+    """Run a server in a thread of this process. The receiver of its weights is another process."""
     loop = EventLoopThread()
     with start_receiver() as receiver:
         server = DeterministicServer(version="0", receiver=receiver)
@@ -61,8 +61,17 @@ def scripted_server() -> Iterator[DeterministicServer]:
             loop.close()
 
 
+def describe_model(folder: Path) -> Path:
+    """Write what the rollout side reads of a model: the quickstart's tokenizer, and the sizes of a Qwen3."""
+    tokenizer = _import_tool().make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    described = {"model_type": "qwen3", "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    return folder
+
+
 def make_model(folder: Path) -> Path:
-    """A random Qwen3 with the quickstart's tokenizer."""
+    """Write a random Qwen3 with the quickstart's tokenizer."""
     save_tiny_model("qwen3", folder)
     tokenizer = _import_tool().make_tokenizer()
     assert len(tokenizer) == VOCAB_SIZE
@@ -71,8 +80,10 @@ def make_model(folder: Path) -> Path:
 
 
 def settings(model: Path, run_dir: Path, url: str, **changes: Any) -> dict[str, Any]:
-    """A run of four steps on TP2 x PP2 in bf16, so that the float32 masters are more than the weights; a change of a
-    section goes over its keys."""
+    """Return a configuration: four steps on TP2 x PP2 in bf16, where float32 masters hold more than the weights.
+
+    `changes` replace keys; those of a section replace the section's keys.
+    """
     values: dict[str, Any] = {
         "model": str(model),
         "run_dir": str(run_dir),
@@ -96,7 +107,7 @@ def settings(model: Path, run_dir: Path, url: str, **changes: Any) -> dict[str, 
 
 
 def _import_tool() -> ModuleType:
-    """The program, which is in no package."""
+    """Import the program, which is in no package."""
     spec = importlib.util.spec_from_file_location("make_tiny_model", ROOT / "tools" / "make_tiny_model.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

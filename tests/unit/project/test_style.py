@@ -20,7 +20,6 @@ LONG_FILES: dict[str, str] = {
     "tests/unit/hf/test_folder.py": "every way in which a model's folder can be damaged",
     "tests/unit/hf/test_output.py": "every way in which writing a model's folder can be interrupted",
     "tests/unit/prompts/test_dataset.py": "every format of a dataset, and every kind of rejected row",
-    "tests/unit/rollout/test_collector.py": "every fault of a collection",
     "tests/unit/rollout/test_state.py": "every place at which a run can be killed",
     "tests/unit/weights/test_delta_folder.py": "every way in which a delta can be incomplete",
 }

@@ -11,18 +11,23 @@ from megatron_a3po.config import DataConfig, EvaluationConfig, RolloutConfig, Ru
 from megatron_a3po.errors import DataError
 from megatron_a3po.prompts.load import load_prompts, longest_request
 from megatron_a3po.prompts.prompts import PromptSet
-from tests.unit.rollout.test_source import model  # noqa: F401
+from tests.support.scripted_rollouts import describe_model
 
 POSITIONS, KEPT_BACK = 512, 6
 
 
-def load(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> PromptSet:  # noqa: F811
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return describe_model(tmp_path_factory.mktemp("model"))
+
+
+def load(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> PromptSet:
     config = config_of(model, tmp_path, evaluated_tokens)
     config.run_dir.mkdir(exist_ok=True)
     return load_prompts(config, AutoTokenizer.from_pretrained(model), config.run_dir)
 
 
-def config_of(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> RunConfig:  # noqa: F811
+def config_of(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> RunConfig:
     """Twelve prompts of different lengths, all but one of which are held out, and a dataset of twelve more."""
     for name in ("train", "other"):
         rows = [{"q": " ".join(["seven"] * number + [name]), "a": "7"} for number in range(1, 13)]
@@ -43,7 +48,7 @@ def config_of(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> RunC
 
 
 def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_responses(
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -68,6 +73,6 @@ def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_respo
         assert f"{len(prompts) - len(fitting)} of {len(prompts)} prompts of the evaluation {name} leave" in caplog.text
 
 
-def test_an_evaluation_without_a_prompt_that_leaves_room_is_refused(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_evaluation_without_a_prompt_that_leaves_room_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"held_out .*evaluation\.max_new_tokens = \d+"):
         load(model, tmp_path, POSITIONS - KEPT_BACK)

@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from megatron_a3po.algorithm.advantage import compute_advantages
 from megatron_a3po.config import DataConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import RewardError
-from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rewards.scorers import TaskSpec
 from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
@@ -27,39 +25,18 @@ from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
 from tests.support.scripted_server import ScriptedServer
-from tests.unit.rollout.test_source import Run, import_tool
+from tests.unit.rollout.test_source import Run
 
 PROMPTS, GROUP_SIZE, STEPS, BROKEN = 3, 2, 4, 5
 
 
 @pytest.fixture
-def gloo_group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    loop, server = EventLoopThread(), ScriptedServer(version="0")
-    loop.run(server.__aenter__(), 5.0)
-    yield server
-    loop.run(server.__aexit__(), 5.0)
-    loop.close()
-
-
-@pytest.fixture
-def config(tmp_path: Path, server: ScriptedServer) -> RunConfig:
-    tokenizer = import_tool().make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    described = {"model_type": "qwen3", "vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(described), encoding="utf-8")
+def config(tmp_path: Path, server: ScriptedServer, model: Path) -> RunConfig:
     rows = [{"q": f"What is {i} + {i}?", "sum": 2 * i, "broken": BROKEN} for i in range(1, 13)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (tmp_path / "run").mkdir()
     return RunConfig(
-        model=tmp_path / "model",
+        model=model,
         run_dir=tmp_path / "run",
         num_steps=STEPS,
         max_staleness=1,

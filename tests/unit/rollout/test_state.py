@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import math
+import re
 import resource
 import signal
 import struct
@@ -98,7 +99,10 @@ def test_a_state_comes_back_from_its_file_bit_for_bit(
         TrajectoryGroup(
             group_id=30 + 7 * number,
             trajectories=tuple(
-                trajectory(30 + 7 * number, range(len(logprobs)), logprobs, reward=reward)
+                dataclasses.replace(
+                    trajectory(30 + 7 * number, range(len(logprobs)), logprobs, reward=reward),
+                    prompt_id=data.draw(st.text(max_size=9)),
+                )
                 for logprobs, reward in members
             ),
         )
@@ -132,15 +136,6 @@ def test_a_state_read_from_a_file_outlives_the_file(tmp_path: Path) -> None:
     assert plain(loaded) == plain(state)
 
 
-def test_prompts_in_any_script_come_back(tmp_path: Path) -> None:
-    named = dataclasses.replace(trajectory(0, [0]), prompt_id='日本語/"\\\n\u2028/\U0001f600')
-    state = dataclasses.replace(
-        state_after(0), issued=1, buffered=(TrajectoryGroup(group_id=0, trajectories=(named,)),)
-    )
-
-    assert plain(through_a_file(state)) == plain(state)
-
-
 Tensors, Written = dict[str, torch.Tensor], dict[str, Any]
 
 
@@ -153,29 +148,29 @@ def set_tensor(name: str, value: torch.Tensor) -> Callable[[Tensors, Written], N
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (set_written(format=2), "format"),
-        (set_written(issued=5), "5 groups issued, but 0 consumed"),
-        (set_written(in_flight=[0]), "each once"),
-        (set_written(in_flight=[-1]), "greater than or equal to 0"),
-        (set_written(in_flight=[4]), "of which 4 were issued"),
-        (set_written(consumed=None), "consumed"),
-        (set_written(seed=1), "seed"),
-        (set_written(buffered=[[0, 1], [1, 1]]), "3 trajectories"),
-        (set_written(buffered=[[0, 1], [1, 3]]), "3 trajectories"),
-        (set_written(trajectories=[]), "split"),
-        (set_written(trajectories=[["task/0/0", 0, 5, 7, 0.0, "stop"]]), "split"),
-        (set_tensor("token_ids", torch.arange(3)), "split"),
-        (set_tensor("weight_versions", torch.arange(4)), "split"),
-        (set_tensor("weight_versions", torch.zeros(9)), "torch.float32"),
-        (set_tensor("behaviour_logprobs", torch.zeros(9, 1)), "log-probs"),
-        (set_tensor("something_else", torch.zeros(1)), "something_else"),
-        (lambda tensors, written: tensors.pop("token_ids"), "token_ids"),
+        set_written(format=2),
+        set_written(issued=5),
+        set_written(in_flight=[0]),
+        set_written(in_flight=[-1]),
+        set_written(in_flight=[4]),
+        set_written(consumed=None),
+        set_written(seed=1),
+        set_written(buffered=[[0, 1], [1, 1]]),
+        set_written(buffered=[[0, 1], [1, 3]]),
+        set_written(trajectories=[]),
+        set_written(trajectories=[["task/0/0", 0, 5, 7, 0.0, "stop"]]),
+        set_tensor("token_ids", torch.arange(3)),
+        set_tensor("weight_versions", torch.arange(4)),
+        set_tensor("weight_versions", torch.zeros(9)),
+        set_tensor("behaviour_logprobs", torch.zeros(9, 1)),
+        set_tensor("something_else", torch.zeros(1)),
+        lambda tensors, written: tensors.pop("token_ids"),
     ],
 )
 def test_a_file_of_another_content_is_refused_with_its_path(
-    tmp_path: Path, damage: Callable[[Tensors, Written], None], message: str
+    tmp_path: Path, damage: Callable[[Tensors, Written], None]
 ) -> None:
     path = tmp_path / "rollouts.safetensors"
     buffered = group(0, [0, 0, 0]), group(1, [0, 0, 0])
@@ -184,12 +179,14 @@ def test_a_file_of_another_content_is_refused_with_its_path(
     with safe_open(path, framework="pt") as file:
         written = json.loads(file.metadata()["rollout_state"])
     tensors = load_file(path)
+    save_file(tensors, path, metadata={"rollout_state": json.dumps(written)})
+    assert plain(load_rollout_state(path)) == plain(state), "only the damage is refused"
+
     damage(tensors, written)
     save_file(tensors, path, metadata={"rollout_state": json.dumps(written)})
 
-    with pytest.raises(DataError, match=message) as error:
+    with pytest.raises(DataError, match=re.escape(str(path))):
         load_rollout_state(path)
-    assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1])
@@ -198,18 +195,17 @@ def test_a_torn_file_is_refused_with_its_path(tmp_path: Path, kept_bytes: int) -
     save_rollout_state(dataclasses.replace(state_after(0), issued=1, buffered=(group(0, [0]),)), path)
     path.write_bytes(path.read_bytes()[:kept_bytes])
 
-    with pytest.raises(DataError, match=r"rollouts\.safetensors"):
+    with pytest.raises(DataError, match=re.escape(str(path))):
         load_rollout_state(path)
 
 
-def test_a_foreign_and_a_missing_file_are_refused_with_their_paths(tmp_path: Path) -> None:
-    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    (tmp_path / "folder.safetensors").mkdir()
+@pytest.mark.parametrize("name", ["model", "missing", "folder"])
+def test_a_foreign_and_a_missing_file_are_refused_with_their_paths(tmp_path: Path, name: str) -> None:
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model")
+    (tmp_path / "folder").mkdir()
 
-    for name, message in (("model", "no 'rollout_state'"), ("missing", "No such file"), ("folder", "folder")):
-        with pytest.raises(DataError, match=message) as error:
-            load_rollout_state(tmp_path / f"{name}.safetensors")
-        assert str(tmp_path / name) in str(error.value)
+    with pytest.raises(DataError, match=re.escape(str(tmp_path / name))):
+        load_rollout_state(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +312,7 @@ def test_a_state_that_does_not_fit_the_configuration_names_the_key_and_changes_n
 
 @pytest.mark.parametrize("groups", [1, 3, 4])
 def test_another_batch_size_is_refused_also_where_nothing_is_open(groups: int) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.prompts_per_step = {groups}: .* after 4 batches and 8 groups"):
+    with pytest.raises(ConfigError, match=rf"rollout\.prompts_per_step = {groups}"):
         new_buffer(groups, 1, 9, state_after(4))
 
 
@@ -333,7 +329,7 @@ def test_the_place_of_a_dropped_group_is_taken_by_the_next_one_also_after_a_rest
 
 def test_a_state_that_lacks_a_group_older_than_what_was_consumed_is_refused() -> None:
     state = dataclasses.replace(state_after(4), issued=10, dropped={"late": 1}, in_flight=(7,))
-    with pytest.raises(ConfigError, match="not batches of this size in the order of issue"):
+    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step = 2"):
         new_buffer(2, 1, 9, state)
 
 
