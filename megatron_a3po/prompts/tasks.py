@@ -58,13 +58,7 @@ def load_task(
             the tokenizer belongs to another model.
     """
     dataset = _create_dataset(task, task_options, size=size, seed=seed)
-    try:
-        pattern = re.compile(prompt_pattern) if prompt_pattern is not None else None
-    except re.error as error:
-        raise DataError(
-            f"data.prompt_pattern = {prompt_pattern!r} is not a regular expression: {error}; correct it"
-        ) from error
-    entries = _select(((index, dataset[index]) for index in range(size)), pattern)
+    entries = _select(((index, dataset[index]) for index in range(size)), _compiled(prompt_pattern))
     questions = [_question(f"{task}/{seed}/{index}", entry) for index, entry in entries.items()]
     num_different = len(questions)
     questions, max_tokens = _fitting(questions, encoder, max_prompt_tokens, vocab_size)
@@ -134,6 +128,15 @@ def _create_dataset(task: str, task_options: Mapping[str, Any], *, size: int, se
     except (AssertionError, TypeError, ValueError) as error:
         raise DataError(
             f"data.task_options = {dict(task_options)}: {task!r} refuses them: {error}; correct them"
+        ) from error
+
+
+def _compiled(pattern: str | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(pattern) if pattern is not None else None
+    except re.error as error:
+        raise DataError(
+            f"data.prompt_pattern = {pattern!r} is not a regular expression: {error}; correct it"
         ) from error
 
 

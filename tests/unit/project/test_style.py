@@ -29,7 +29,6 @@ FULL_FOLDERS: dict[str, str] = {
     "tests/e2e": "programs that know nothing of each other",
 }
 LONG_FUNCTIONS: dict[str, str] = {
-    "megatron_a3po/prompts/tasks.py:load_task": "half of it says what its options are",
     "megatron_a3po/algorithm/loss.py:decoupled_ppo_loss": "one formula; half of it is its signature and docstring",
 }
 MANY_PARAMETERS: dict[str, str] = {
