@@ -28,7 +28,7 @@ RUN test "$A3PO_UID" -gt 0 && useradd --uid "$A3PO_UID" --non-unique --create-ho
 USER $A3PO_UID
 WORKDIR /workspace
 
-# Servers that end are started again by the launcher; those that are ill are left out by the run.
+# The launcher restarts servers that end; the run puts faulty ones in quarantine.
 HEALTHCHECK --interval=60s --timeout=20s --start-period=600s --retries=3 \
   CMD nvidia-smi -L > /dev/null && pgrep -f "[m]egatron_a3po.serving.entrypoint" > /dev/null
 ENTRYPOINT ["python", "/opt/megatron_a3po/tools/launch_rollout_servers.py"]

@@ -13,7 +13,7 @@ ARG CUDA_ARCHITECTURES=90
 ARG MAX_JOBS=16
 ENV VENV=/opt/venv PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/megatron_a3po
-# What the environment is made from first: it is built anew only when that changes.
+# First what the environment is made from, so that it is rebuilt only when that changes.
 COPY requirements/ requirements/
 COPY tools/setup_environment.sh tools/setup_environment.sh
 COPY setup.py pyproject.toml ./
@@ -37,10 +37,10 @@ COPY configs/ configs/
 ARG A3PO_UID=10001
 RUN test "$A3PO_UID" -gt 0 && useradd --uid "$A3PO_UID" --non-unique --create-home a3po && install -d -o a3po /workspace
 USER $A3PO_UID
-# models/, data/ and runs/ of the configurations lie here.
+# Configurations find models/, data/ and runs/ here.
 WORKDIR /workspace
 
-# A GPU that has got lost leaves a process that waits.
+# After the loss of a GPU, a process may wait for ever.
 HEALTHCHECK --interval=60s --timeout=20s --start-period=120s --retries=3 \
   CMD nvidia-smi -L > /dev/null && pgrep -f "[m]egatron_a3po train" > /dev/null
 ENTRYPOINT ["torchrun"]

@@ -23,7 +23,7 @@ NOT_COMPARED = ("seed", "run_dir", "rollout.servers")
 
 
 def settings(run_dir: Path) -> dict[str, str]:
-    """By key, but for what runs of one row may differ in."""
+    """Return the settings by key, without those in which runs of one row may differ."""
     config = yaml.safe_load((run_dir / "config.resolved.yaml").read_text(encoding="utf-8"))
     return {key: value for key, value in flat(config).items() if key not in NOT_COMPARED}
 
@@ -36,7 +36,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def group_runs(run_dirs: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Summaries by the name of their row: the staleness, the proximal policy, and what else is not the same in all."""
+    """Return summaries by the name of their row: staleness, proximal policy, and every other setting that differs."""
     runs = []
     for run_dir in run_dirs:
         try:
@@ -58,7 +58,7 @@ def over_seeds(values: list[float], form: str) -> str:
 
 
 def largest_difference(summaries: list[dict[str, Any]]) -> str:
-    """Of a log-prob, between trainer and servers; a run without verification has none."""
+    """Return the largest log-prob difference between trainer and servers; without verification there is none."""
     if any(summary.get("nonfinite_logprob_differences") for summary in summaries):
         return "not finite"
     differences = [summary["max_abs_logprob_difference"] for summary in summaries]

@@ -58,7 +58,7 @@ FOLDER_FILES = (
 
 
 class WarmStartSettings(BaseModel):
-    """The supervised recipe."""
+    """Settings of the supervised warm start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,7 +93,7 @@ class Demonstrations:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, plus padding, end of sequence and the instruction: 259 in all.
+    """Return a tokenizer with one token per byte, padding, end of sequence and the instruction: 259 in all.
 
     The instruction is the same in every prompt. As one token it keeps a prompt at 8 tokens instead of 54.
     """
@@ -114,7 +114,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """A float32 Qwen3 with random weights, which two tensor-parallel ranks or two pipeline stages can share."""
+    """Return a float32 Qwen3 with random weights that two tensor-parallel ranks or two pipeline stages can share."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -135,7 +135,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
 
 
 def sloppy_answer(answer: Sequence[int], *, share_right: float, rng: random.Random) -> list[int]:
-    """The teacher's answer: right with probability `share_right`, else it stops too early or runs on, equally often."""
+    """Return an answer: right with probability `share_right`, otherwise equally often too short or too long."""
     if rng.random() < share_right:
         return list(answer)
     if rng.random() < 0.5:
@@ -146,7 +146,7 @@ def sloppy_answer(answer: Sequence[int], *, share_right: float, rng: random.Rand
 def make_demonstrations(
     prompts: PromptSet, tokenizer: PreTrainedTokenizerFast, settings: WarmStartSettings
 ) -> Demonstrations:
-    """Let the teacher answer training prompts."""
+    """Return the teacher's answers to training prompts."""
     rng, score = random.Random(settings.seed), task_scorer(TASK)
     token_rows, label_rows = [], []
     for i in range(settings.num_demonstrations):
@@ -163,7 +163,7 @@ def make_demonstrations(
 
 
 def warm_start(model: Qwen3ForCausalLM, demonstrations: Demonstrations, settings: WarmStartSettings) -> None:
-    """Supervised learning, in place: AdamW, with a linear warm-up and a linear decay of the learning rate."""
+    """Train the model in place: AdamW with linear warm-up and linear decay of the learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     generator = torch.Generator().manual_seed(settings.seed)
     start = time.monotonic()
@@ -192,7 +192,7 @@ def sampled_accuracy(
     *,
     samples_per_prompt: int = 4,
 ) -> float:
-    """Share of right answers among samples at temperature 1, over the model's whole distribution."""
+    """Return the share of right answers among samples at temperature 1."""
     token_ids = torch.tensor([prompt.token_ids for prompt in prompts])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(123)
@@ -213,7 +213,7 @@ def sampled_accuracy(
 
 
 def write_model(folder: Path, settings: WarmStartSettings) -> WarmStartRecord:
-    """Make the model and write all files of it into `folder`, which exists."""
+    """Make the model and write its files into the existing `folder`."""
     tokenizer = make_tokenizer()
     prompts = load_task(**DATA, encoder=PromptEncoder(tokenizer))
     print(f"{len(prompts)} training prompts, {len(prompts.held_out)} held out", flush=True)
@@ -231,7 +231,7 @@ def write_model(folder: Path, settings: WarmStartSettings) -> WarmStartRecord:
 
 
 def read_record(folder: Path) -> WarmStartRecord | None:
-    """The record of a complete model folder; None if `folder` is anything else."""
+    """Return the record of a complete model folder, or None if `folder` is anything else."""
     if not all((folder / name).is_file() for name in FOLDER_FILES):
         return None
     try:
@@ -241,7 +241,7 @@ def read_record(folder: Path) -> WarmStartRecord | None:
 
 
 def make_tiny_model(output: Path, settings: WarmStartSettings, *, force: bool = False) -> WarmStartRecord:
-    """Make the model folder `output`, or reuse it if it is complete and was made with the same settings.
+    """Make the model folder `output`, or reuse it if it is complete and has the same settings.
 
     It is written beside `output` and renamed at the end, so `output` is complete whenever it exists.
 
@@ -274,7 +274,7 @@ def make_tiny_model(output: Path, settings: WarmStartSettings, *, force: bool = 
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("models/tiny_qwen3"), help="folder to create (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, teacher and batches (%(default)s)")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the project's Python environment from a hashed lock, and brings an older one up to date.
+# Make the project's Python environment from a hashed lock, or update an older one.
 #
 #   tools/setup_environment.sh [cpu|gpu|auto]
 #
-# auto (the default) keeps the kind of an existing environment; otherwise it is gpu where there is a GPU and the
-# CUDA toolkit, and cpu elsewhere. Safe to interrupt, to repeat, and to start twice at once. Environment variables:
+# auto (the default) keeps the kind of an existing environment; otherwise it means gpu if there are a GPU and the CUDA
+# toolkit, and cpu if not. The script may be interrupted, repeated, and started twice at once. Environment variables:
 #
 #   VENV           where the environment goes (default: .venv in this checkout)
 #   PYTHON         the Python 3.12 to use (default: the first that works)
@@ -41,7 +41,7 @@ choose_mode() {
       else
         mode=cpu
       fi ;;
-    *) fail "unknown kind of environment '$mode'." "give cpu, gpu or auto." ;;
+    *) fail "unknown kind of environment '$mode'." "use cpu, gpu or auto." ;;
   esac
   echo "$mode"
 }
@@ -170,7 +170,7 @@ explain_failure() { # from uv's last words: a line "error: ..." followed by "cau
     fail "the package index cannot be reached: $cause ($log)." \
          "check the network; behind a proxy or with a mirror set HTTPS_PROXY, UV_DEFAULT_INDEX, SSL_CERT_FILE. Then run again: it resumes."
   fi
-  fail "uv failed: ${cause:-no message} ($log)." "read that log to the end; run again once the cause is mended."
+  fail "uv failed: ${cause:-no message} ($log)." "read the end of that log; remove the cause, and run again."
 }
 
 make_venv() {

@@ -143,7 +143,7 @@ class RunRecord(_Record):
 
 
 def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """What is kept of the metrics of a run's steps."""
+    """Return the summary of the metrics of all steps of a run."""
     columns = {name: [step[name] for step in steps] for name in METRICS}
     return {
         name: Spread(mean=statistics.mean(column), minimum=min(column), maximum=max(column))
@@ -152,7 +152,7 @@ def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 
 def read_runs(file: Path) -> list[RunRecord]:
-    """The runs that ended. A last line that an interruption cut is removed from the file."""
+    """Return the finished runs; remove a last line from the file that an interruption cut."""
     if not file.exists():
         return []
     text = file.read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ def append_run(file: Path, record: RunRecord) -> None:
 
 
 def write_report(folder: Path, runs: Sequence[RunRecord]) -> None:
-    """`results.md` and `accuracy.svg` on runs of the same number of steps."""
+    """Write `results.md` and `accuracy.svg` for runs with the same number of steps."""
     _draw(folder / PLOT_FILE, runs)
     steps = sorted(runs[0].accuracy)
     page = _HEADER.format(

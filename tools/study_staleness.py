@@ -85,7 +85,7 @@ class Samples:
 
 
 def run_config(folder: Path, settings: RunSettings) -> RunConfig:
-    """The quickstart's configuration with this run's settings. Raises ConfigError without a model in `folder`."""
+    """Return the quickstart's configuration with other settings. Raises ConfigError without a model in `folder`."""
     return load_config(CONFIG_FILE, [f"model={folder}", *settings.overrides()], environment={})
 
 
@@ -107,7 +107,7 @@ def digest(folder: Path) -> str:
 
 @torch.no_grad()
 def sample(bench: Workbench, model: Any, prompts: Sequence[Prompt], generator: torch.Generator) -> Samples:
-    """One response to each prompt, at temperature 1. All prompts have the same length."""
+    """Sample one response to each prompt at temperature 1; all prompts have the same length."""
     tokens = [torch.tensor([prompt.token_ids for prompt in prompts])]
     logprobs, mask = [], []
     alive, cache_so_far = torch.ones(len(prompts), dtype=torch.bool), None
@@ -124,7 +124,7 @@ def sample(bench: Workbench, model: Any, prompts: Sequence[Prompt], generator: t
 
 
 def score(bench: Workbench, prompts: Sequence[Prompt], samples: Samples) -> Tensor:
-    """[responses] float32: the reward of each."""
+    """Return the rewards, [responses] float32."""
     responses = samples.token_ids[:, -MAX_RESPONSE_TOKENS:]
     texts = bench.tokenizer.batch_decode(responses, skip_special_tokens=True)
     score_response = task_scorer(TASK)
@@ -132,14 +132,14 @@ def score(bench: Workbench, prompts: Sequence[Prompt], samples: Samples) -> Tens
 
 
 def held_out_accuracy(bench: Workbench, model: Any) -> float:
-    """With the same random numbers every time, which makes the values comparable."""
+    """Return the held-out accuracy, sampled with the same random numbers every time to make values comparable."""
     prompts = bench.prompts.held_out[:NUM_EVALUATION_PROMPTS]
     samples = sample(bench, model, prompts, torch.Generator().manual_seed(123))
     return float(score(bench, prompts, samples).mean())
 
 
 def make_batch(samples: Samples, advantages: Tensor, weight_version: int) -> Microbatch:
-    """The responses as the actor's batch: the MAX_RESPONSE_TOKENS positions that predict one, of every sequence."""
+    """Return the batch of the actor: the MAX_RESPONSE_TOKENS positions of each sequence that predict a response."""
     count, length = samples.mask.shape
     first = samples.token_ids.shape[1] - length - 1
     mask = samples.mask.flatten()
@@ -158,7 +158,7 @@ def make_batch(samples: Samples, advantages: Tensor, weight_version: int) -> Mic
 
 
 def response_logprobs(model: Any, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the responses' positions, [responses * MAX_RESPONSE_TOKENS], with graph."""
+    """Return log-probs and entropies of response positions, [responses * MAX_RESPONSE_TOKENS], with graph."""
     # No attention mask: padding stands behind everything that counts, and attention only looks back.
     logits = model(samples.token_ids[:, :-1], use_cache=False, logits_to_keep=MAX_RESPONSE_TOKENS).logits
     labels = samples.token_ids[:, -MAX_RESPONSE_TOKENS:]
@@ -166,7 +166,7 @@ def response_logprobs(model: Any, samples: Samples) -> tuple[Tensor, Tensor]:
 
 
 def backward(objective: Objective, model: Any, samples: Samples, batch: Microbatch, version: int) -> dict[str, float]:
-    """Add the gradients of the batch's loss at the weights of this version; returns the objective's metrics."""
+    """Add the gradients of the loss at the weights of this version, and return the metrics of the objective."""
     if objective.needs_recomputed_logprobs:
         with torch.no_grad():
             batch = replace(batch, recomputed_logprobs=response_logprobs(model, samples)[0])
@@ -177,7 +177,7 @@ def backward(objective: Objective, model: Any, samples: Samples, batch: Microbat
 
 
 def train(bench: Workbench, config: RunConfig) -> tuple[dict[int, float], list[dict[str, float]]]:
-    """(training step -> held-out accuracy, metrics of every step)."""
+    """Train; return held-out accuracy by training step, and the metrics of every step."""
     model, sampler = copy.deepcopy(bench.model), copy.deepcopy(bench.model)
     options, group_size = config.optimizer, config.rollout.group_size
     betas, decay = (options.adam_beta1, options.adam_beta2), options.weight_decay
@@ -209,7 +209,7 @@ def train(bench: Workbench, config: RunConfig) -> tuple[dict[int, float], list[d
 
 
 def run(folder: Path, settings: RunSettings) -> RunRecord:
-    """One run, on one thread."""
+    """Run one setting on one thread."""
     torch.set_num_threads(1)
     bench = open_workbench(folder)
     start = time.process_time()
@@ -224,7 +224,7 @@ def run(folder: Path, settings: RunSettings) -> RunRecord:
 
 
 def study(folder: Path, grid: Sequence[RunSettings], output: Path, processes: int) -> None:
-    """Run what `output` does not hold yet, and report on everything in it that began with the same weights.
+    """Run what `output` does not hold yet, and report on all runs in it that started from the same weights.
 
     Raises ConfigError for a missing model or a foreign `output`. An interruption ends the workers at once.
     """
@@ -260,7 +260,7 @@ def study(folder: Path, grid: Sequence[RunSettings], output: Path, processes: in
 
 
 def make_grid(arguments: argparse.Namespace) -> list[RunSettings]:
-    """Seeds in the outermost loop, so that an interrupted study has whole seeds."""
+    """Return all settings with seeds in the outermost loop, so that an interrupted study has complete seeds."""
     return [
         RunSettings(
             objective=objective, staleness=staleness, learning_rate=rate, seed=seed, num_steps=arguments.num_steps
