@@ -1,0 +1,1 @@
+"""From a batch of trajectories to the microbatches of every rank: `balance` assigns them, `packing` packs them."""

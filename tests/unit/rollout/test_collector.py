@@ -349,15 +349,15 @@ async def test_a_group_with_another_number_of_responses_is_an_error(rollouts: Ro
         await rollouts.next_batch()
 
 
-@pytest.mark.parametrize("label", ["default", "3"])
+@pytest.mark.parametrize(("label", "message"), [("default", "default"), ("3", "version 3")])
 async def test_tokens_of_no_version_or_of_one_that_is_not_published_are_an_error(
-    rollouts: Rollouts, label: str
+    rollouts: Rollouts, label: str, message: str
 ) -> None:
     rollouts.confirm(0)
     rollouts.server.version = label
     rollouts.collector.start()
 
-    with pytest.raises(RolloutError, match=label):
+    with pytest.raises(RolloutError, match=message):
         await rollouts.next_batch()
 
 
