@@ -16,7 +16,7 @@ async def adopt_weights(pool: ServerPool, model: Path) -> str:
     Only for servers that no other run publishes to. Raises RolloutError where they do not hold the same version, or
     hold none and were started from another folder.
     """
-    members = pool.states.members
+    members = pool.membership.members
     infos = await asyncio.gather(*(server.client.model_info() for server in members))
     for server, info in zip(members, infos, strict=True):
         if (problem := _why_no_model(info)) is not None:
@@ -35,7 +35,7 @@ async def adopt_weights(pool: ServerPool, model: Path) -> str:
         await pool.post(server, "/update_weight_version", label_request(version_label(version, pool.run)))
 
     await asyncio.gather(*map(label, members))
-    pool.states.confirm(version)
+    pool.membership.confirm(version)
     return f"version {labels[0]}" if version > 0 else str(model)
 
 

@@ -20,8 +20,6 @@ class KeyRefused(RolloutError):
     """The server asks for another key than the run's (status 401 or 403)."""
 
 
-KEEP_ALIVE_SECONDS = 2.0
-"""Below the server's own 5 s: a request on a connection that the server is closing would fail."""
 _DESCRIBE_SECONDS = 30.0
 """SGLang's scheduler takes part in the answer, and may be in a batch."""
 

@@ -1,4 +1,4 @@
-"""What the weight publisher needs of the rollout servers, callable from the trainer's thread."""
+"""The rollout servers as the weight publisher uses them, from the trainer's thread."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -16,69 +16,68 @@ from megatron_a3po.fleet.membership import Server
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.precision import UNQUANTISED, is_unquantised
 from megatron_a3po.fleet.protocol import WeightChecksums, label_request, parse_answer, unfinished_label, version_label
-from megatron_a3po.fleet.recovery import GRACE_SECONDS
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 
-_FLUSHES = 6
-_FLUSH_SECONDS = 0.1
-"""Before the second attempt; twice as long before each further one."""
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 """What SGLang answers, with status 400, to an update that succeeded while requests ran"""
 
 
 type CallBack = Literal["none", "due", "all"]
-"""Which servers in quarantine shall take part again, if they answer: those whose time has come, or all"""
+"""Which servers in quarantine shall take part again if they answer: none, those whose turn has come, or all"""
 type Recovery = Literal["done", "again", "failed"]
-"""After a failed attempt: those that are left hold the version, or another attempt makes sense, or none does"""
+"""After a failed attempt: the servers that are left hold the version, another attempt makes sense, or none does"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """Who takes part in a publication."""
+    """The servers that take part in a publication."""
 
     urls: list[str]
     world_size: int
-    """of an update group: the sender and every rank of every server"""
+    """Of an update group: the sender and every rank of every server"""
     number: int
-    """Another one when others take part than before, or a server that has left its groups meanwhile"""
+    """Another one when other servers take part than before, or a server that has left its groups meanwhile"""
 
 
 @dataclass(slots=True)
 class Fleet:
-    """Control calls to every server that takes part in publications, at once. Each raises RolloutError when a server
-    fails, which then is in quarantine.
+    """Control calls to all servers that take part in a publication, at the same time.
 
-    The order of one publication, observed on SGLang 0.5.23: pause, begin, update for every bucket, end, resume. Before
-    the first bucket, the server's label says that a version is unfinished; the last one brings the version, and has the
-    server forget what it has cached with the old weights.
+    Each raises RolloutError when a server fails, which then is in quarantine. The order of one publication, observed
+    on SGLang 0.5.23: pause, begin, update for every bucket, end, resume. Before the first bucket, the server's label
+    says that a version is unfinished; the last bucket brings the version, and has the server forget what it has cached
+    with the old weights.
     """
 
     pool: ServerPool
     loop: EventLoopThread
     timeout_seconds: float
-    """for one control call"""
+    """For one control call"""
     find_urls: Callable[[], list[str]] = list
-    """Of servers, some of which may have come since"""
+    """Returns the addresses of all servers, of which some may be new."""
     _participants: list[Server] = field(default_factory=list)
     _unflushed: dict[Server, str] = field(default_factory=dict)
-    """Those that hold new weights, of this version, and still keys and values of the old ones"""
+    """Servers that hold new weights, with their label, and still keys and values of the old ones"""
     _has_no_news: bool = False
 
     @property
     def urls(self) -> list[str]:
-        return [server.url for server in self.pool.states.members]
+        """The addresses of the servers that take part."""
+        return [server.url for server in self.pool.membership.members]
 
     @property
     def served_models(self) -> list[tuple[str, str, str | None]]:
-        """URL, folder of the model and quantisation of every server, as it says itself; where the folder is not seen
-        here, its tensors tell whether it is UNQUANTISED."""
+        """URL, model folder and quantisation of every server, as the server says itself.
+
+        Where the folder is not seen here, the server's tensors tell whether it is UNQUANTISED.
+        """
         return self.loop.run(self._served_models())
 
     @property
     def membership(self) -> int:
-        """Another number when others take part than before, or a server that has left its groups meanwhile."""
-        return self.pool.states.membership
+        """Another number when other servers take part than before, or a server that has left its groups meanwhile."""
+        return self.pool.membership.revision
 
     @property
     def group_world_size(self) -> int:
@@ -86,30 +85,31 @@ class Fleet:
         return 1 + sum(self._tp_sizes())
 
     def settle_members(self, *, call_back: CallBack) -> None:
-        """Before a publication is attempted: settle who takes part. call_back: from quarantine, those whose time has
-        come, or all that answer. Raises RolloutError when they are too few."""
-        self.loop.run(self._muster(call_back))
+        """Decide which servers take part in the next attempt to publish. Raises RolloutError when they are too few."""
+        self.loop.run(self._settle_members(call_back))
 
     def mark_failed(self) -> None:
-        """An attempt has failed: what fails now is its consequence."""
+        """Say that an attempt has failed: what fails from now on is its consequence."""
         self.pool.has_failed = True
 
     def recover(self, version: int) -> Recovery:
-        """After a failed attempt: quarantine those that it has left speechless, free the others, and have those go on
-        that hold a whole version. Returns "done" when all that are left hold `version`, "again" when somebody was to
-        blame and enough are left, and "failed"."""
+        """Clean up after a failed attempt, and return what to do next.
+
+        Servers that do not answer go into quarantine; those that hold a whole version go on. Returns "done" when all
+        servers that are left hold `version`, "again" when a server was to blame and enough are left, else "failed".
+        """
         return self.loop.run(self._recover(version))
 
     def end_publication(self) -> None:
-        """Too few servers are an error again wherever it shows."""
-        self._change(self.pool.states.end_publication)
+        """From now on, too few servers are an error wherever it shows."""
+        self._change(self.pool.membership.end_publication)
 
     def create_group(self, name: str, address: str, port: int, backend: str, timeout_seconds: float) -> Future[Any]:
-        """Returns at once; the servers answer when all ranks have joined."""
+        """Have all servers join an update group. Returns at once; the servers answer when all ranks have joined."""
 
         async def create() -> None:
             offset, bodies, world_size = 1, {}, self.group_world_size
-            for server, tp_size in zip(self.pool.states.members, self._tp_sizes(), strict=True):
+            for server, tp_size in zip(self.pool.membership.members, self._tp_sizes(), strict=True):
                 bodies[server] = {
                     "master_address": address,
                     "master_port": port,
@@ -119,10 +119,10 @@ class Fleet:
                     "backend": backend,
                 }
                 offset += tp_size
-            patience = _patience(timeout_seconds)
+            patience = self._patience(timeout_seconds)
 
             async def join(server: Server) -> None:
-                server.groups.append(name)
+                server.control.groups.append(name)
                 await self.pool.post(server, "/init_weights_update_group", bodies[server], patience)
 
             await self.pool.for_each(join, together=True)
@@ -130,77 +130,91 @@ class Fleet:
         return self.loop.submit(create())
 
     def destroy_group(self, name: str) -> Future[Any]:
-        """Returns at once: all ranks, the trainer's too, should leave together."""
+        """Have all servers leave an update group. Returns at once: the trainer's ranks should leave with them."""
         return self.loop.submit(self.pool.for_each(partial(recovery.leave_group, self.pool, name=name)))
 
     def leave_stale_group(self, name: str) -> None:
-        """Leave a group that a run which died, or a publication that failed, may have left at a server."""
-        leave = partial(recovery.leave_group, self.pool, name=name, timeout_seconds=GRACE_SECONDS)
+        """Have all servers leave a group that a dead run or a failed publication may have left there."""
+        leave = partial(recovery.leave_group, self.pool, name=name, timeout_seconds=self.pool.timings.grace_seconds)
         self.loop.run(self.pool.for_each(leave))
 
     def pause(self) -> None:
-        """retract: running requests go back to the queue, keep their tokens, and go on with the new weights after
-        `resume`. in_place: they stay where they are. abort: they end, and the sampler has them continued."""
+        """Pause generation, as `publish.pause_mode` says.
+
+        retract: running requests go back to the queue, keep their tokens, and go on with the new weights after
+        `resume`. in_place: they stay where they are. abort: they end, and the sampler has them continued.
+        """
         self.pool.num_pauses += 1
         self._post("/pause_generation", {"mode": self.pool.pause_mode})
 
     def begin(self, version: int) -> None:
-        """Before the first bucket of `version`."""
+        """Open an update session and mark `version` as unfinished, before its first bucket."""
         self._post("/begin_weight_update", {})
         self._mark_unfinished(version)
 
     def update(self, body: dict[str, Any], timeout_seconds: float) -> Future[Any]:
-        """Announce one bucket; the result comes when every server has received and loaded it. body: with a
-        `weight_version`, it is the last one."""
-        path, patience = "/update_weights_from_distributed", _patience(timeout_seconds)
+        """Announce one bucket; the result comes when every server has received and loaded it.
+
+        body: the last bucket has a `weight_version`.
+        """
+        path, patience = "/update_weights_from_distributed", self._patience(timeout_seconds)
         return self.loop.submit(self._update(path, body, patience, together=True))
 
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
-        """Have every server read the weights in `folder` and take on the version."""
+        """Have every server read the weights in `folder` and take on their version."""
         self._mark_unfinished(version)
         # The format is named, since a server may have been started without weights.
         body = {"model_path": folder, "weight_version": version, "load_format": "auto"}
         self.loop.run(self._update("/update_weights_from_disk", body, timeout_seconds, together=False))
 
     def end(self) -> None:
+        """Close the update session."""
         self._post("/end_weight_update", {})
 
     def flush(self) -> None:
-        """Where requests that still ran kept a server from flushing its caches with the update: ask for it again, a few
-        times. On a CPU each takes SGLang half a second of garbage collection, which an update spares."""
+        """Flush the caches again where requests that still ran kept a server from doing so with the update.
+
+        On a CPU each attempt takes SGLang half a second of garbage collection, which the update spares.
+        """
         if self._unflushed:
             self.loop.run(self.pool.for_each(self._flush))
 
     def versions(self) -> dict[str, str]:
-        """By URL: the label of a server's weights, as it says itself."""
+        """Return the label of each server's weights by URL, as the server says itself."""
         return self.loop.run(self._versions())
 
     def checksums(self) -> dict[str, list[dict[str, str]]]:
-        """By URL, of every rank of a server: the checksums of the weights that it holds, by name."""
+        """Return the checksums of the weights by URL, for every rank of the server by the server's tensor names."""
         return self.loop.run(self._checksums())
 
     def reject(self, problems: Mapping[str, str]) -> None:
-        """Quarantine servers, by their URLs, each with the reason."""
+        """Put servers into quarantine, each with its reason by its URL."""
 
         def reject() -> None:
-            for server in self.pool.states.members:
+            for server in self.pool.membership.members:
                 if server.url in problems:
-                    self.pool.states.quarantine(server, RolloutError(problems[server.url]))
+                    self.pool.membership.quarantine(server, RolloutError(problems[server.url]))
 
         self._change(reject)
 
     def confirm(self, version: int) -> None:
-        """All that take part are known to hold `version` as a whole: tokens of it are accepted from now on."""
-        self._change(partial(self.pool.states.confirm, version))
+        """From now on accept tokens of `version`, which all members are known to hold as a whole."""
+        self._change(partial(self.pool.membership.confirm, version))
 
     def resume(self) -> None:
+        """Have all servers go on generating."""
         self._post("/continue_generation", {})
 
     def counts(self) -> dict[str, float]:
-        return self.pool.states.counts()
+        """Return the metrics of the servers."""
+        return self.pool.membership.counts()
+
+    def _patience(self, timeout_seconds: float) -> float:
+        """A server that only waits for another one answers when that one is gone: it must not be given up before."""
+        return timeout_seconds + 2 * self.pool.timings.grace_seconds
 
     def _tp_sizes(self) -> list[int]:
-        return [server.info.tp_size if server.info is not None else 1 for server in self.pool.states.members]
+        return [server.info.tp_size if server.info is not None else 1 for server in self.pool.membership.members]
 
     def _change(self, change: Callable[[], None]) -> None:
         async def run() -> None:
@@ -212,13 +226,13 @@ class Fleet:
         self.loop.run(self.pool.post_to_all(path, body, self.timeout_seconds))
 
     def _mark_unfinished(self, version: int | str) -> None:
-        """If this run is killed before the end of its update, the server itself says that it holds parts."""
-        self._change(self.pool.states.begin_update)
+        """Label the weights, so that the servers themselves say it if this run is killed before the update ends."""
+        self._change(self.pool.membership.begin_update)
         self._post("/update_weight_version", label_request(unfinished_label(version, self.pool.run)))
 
-    async def _muster(self, call_back: CallBack) -> None:
-        states = self.pool.states
-        states.begin_publication()
+    async def _settle_members(self, call_back: CallBack) -> None:
+        membership = self.pool.membership
+        membership.begin_publication()
         self.pool.has_failed = False
         self._unflushed.clear()
         if call_back != "none":
@@ -226,18 +240,18 @@ class Fleet:
                 self.pool.add(url)
             await recovery.call_back(self.pool, at_once=call_back == "all")
         await recovery.take_back_leases(self.pool, self.timeout_seconds)
-        if not states.enough:
-            states.fail_if_too_few()
-        states.raise_if_too_few()
-        self._participants = states.members
+        if not membership.enough:
+            membership.fail_if_too_few()
+        membership.raise_if_too_few()
+        self._participants = membership.members
 
     async def _find_urls(self) -> list[str]:
-        """None where they cannot be read now: nobody who takes part depends on it."""
+        """Return no URLs where they cannot be read now: no server that takes part depends on it."""
         try:
             urls = await asyncio.wrap_future(in_background(self.find_urls, "registrations"))
         except OSError as error:
             if not self._has_no_news:
-                logger.warning("rollout servers that have come since are not found: %s; it is tried again", error)
+                logger.warning("new rollout servers cannot be looked up (%s); trying again later", error)
             self._has_no_news = True
             return []
         self._has_no_news = False
@@ -245,7 +259,7 @@ class Fleet:
 
     async def _served_models(self) -> list[tuple[str, str, str | None]]:
         found = []
-        for server in self.pool.states.members:
+        for server in self.pool.membership.members:
             if (info := server.info) is None:
                 continue
             is_seen = Path(info.model_path, "config.json").is_file()
@@ -255,11 +269,11 @@ class Fleet:
         return found
 
     async def _recover(self, version: int) -> Recovery:
-        states = self.pool.states
+        membership = self.pool.membership
         await recovery.undo_publication(self.pool, self._participants)
-        if states.enough and all(server.is_whole and server.version == version for server in states.members):
+        if membership.enough and all(server.is_whole and server.version == version for server in membership.members):
             return "done"
-        return "again" if states.enough and len(states.members) < len(self._participants) else "failed"
+        return "again" if membership.enough and len(membership.members) < len(self._participants) else "failed"
 
     async def _update(self, path: str, body: dict[str, Any], timeout_seconds: float, *, together: bool) -> None:
         # In place, what was cached with the old weights is in use, and stays.
@@ -279,16 +293,17 @@ class Fleet:
         await self.pool.for_each(update, together=together)
 
     async def _flush(self, server: Server) -> None:
-        for attempt in range(1, _FLUSHES + 1) if server in self._unflushed else ():
+        timings = self.pool.timings
+        for attempt in range(1, timings.flush_attempts + 1) if server in self._unflushed else ():
             try:
                 await self.pool.post(server, "/flush_cache", {}, self.timeout_seconds)
                 break
             except RequestRefused as error:
-                if attempt == _FLUSHES:
-                    raise RequestRefused(f"{error}, {_FLUSHES} times in a row") from None
-                await asyncio.sleep(_FLUSH_SECONDS * 2 ** (attempt - 1))
+                if attempt == timings.flush_attempts:
+                    raise RequestRefused(f"{error}, {attempt} times in a row") from None
+                await asyncio.sleep(timings.flush_seconds * 2 ** (attempt - 1))
         if (version := self._unflushed.pop(server, None)) is not None:
-            # Of a call that it refused in part, the server's front end has not taken on the version.
+            # The server's front end does not take on the version of a call that was refused in part.
             await self.pool.post(server, "/update_weight_version", label_request(version), self.timeout_seconds)
 
     async def _versions(self) -> dict[str, str]:
@@ -307,8 +322,3 @@ class Fleet:
             return server.url, [rank.checksums for rank in parsed.ranks]
 
         return dict(await self.pool.for_each(checksums))
-
-
-def _patience(timeout_seconds: float) -> float:
-    """A server that only waits for another one answers when that one is gone: it must not be given up before."""
-    return timeout_seconds + 2 * GRACE_SECONDS

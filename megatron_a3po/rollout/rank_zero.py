@@ -94,7 +94,7 @@ class RankZeroRollouts:
                 "by tools/launch_rollout_servers.py",
                 ", ".join(open_urls),
             )
-        for server in self._pool.states.members:
+        for server in self._pool.membership.members:
             if server.info is not None and not server.info.enable_priority_scheduling:
                 logger.warning(
                     "%s runs without --enable-priority-scheduling: new responses overtake interrupted ones, and an "

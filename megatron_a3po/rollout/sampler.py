@@ -116,7 +116,7 @@ class Sampler:
         if not prompts:
             return []
         sampling = replace(self.sampling, num_samples=1, max_new_tokens=max_new_tokens)
-        servers: list[Server | None] = [*self._pool.states.members] or [None]
+        servers: list[Server | None] = [*self._pool.membership.members] or [None]
         dealt = list(islice(cycle(prompts), max(len(prompts), len(servers))))
         hands = [dealt[number :: len(servers)] for number in range(len(servers))]
         requests = zip(hands, servers, strict=True)

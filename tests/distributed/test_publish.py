@@ -207,8 +207,8 @@ def _lose_and_regain(folder: str, urls: str) -> None:
             if version in (3, 6) and dist.get_rank() == 0:
                 fleet.reject({first: "a response was lost"})
             _print_errors(partial(publisher.publish, version), "published")
-            for server in fleet.pool.states.members:
-                fleet.pool.states.accept(server)
+            for server in fleet.pool.membership.members:
+                fleet.pool.membership.accept(server)
             change(model)
     end_process(0)  # a broadcast that nobody joins any more is left behind
 

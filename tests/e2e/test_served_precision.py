@@ -44,7 +44,7 @@ print(json.dumps([names(skipped, *model) for model in (blocks, plain, one_scale)
 
 def test_a_server_whose_folder_is_not_seen_here_shows_that_it_is_unquantised(server_url: str) -> None:
     with fleet_of(server_url) as fleet:
-        (server,) = fleet.pool.states.servers
+        (server,) = fleet.pool.membership.servers
         assert server.info is not None
         assert fleet.served_models == [(server_url, server.info.model_path, None)]
         server.info = server.info.model_copy(update={"model_path": "/nowhere"})

@@ -112,12 +112,12 @@ class Run:
     def start_sampling(self) -> list[Future[Responses]]:
         """Returns when every server is at work on it."""
         sampling = self.sample()
-        urls = [server.url for server in self.pool.states.members]
+        urls = [server.url for server in self.pool.membership.members]
         wait_until(lambda: all(map(_num_running, urls)), 60.0)
         return sampling
 
     def quarantined(self) -> list[str]:
-        return [server.url for server in self.pool.states.quarantined]
+        return [server.url for server in self.pool.membership.quarantined]
 
     def check(self, futures: list[Future[Responses]], versions: set[int]) -> list[Trajectory]:
         """Every token is of one of the versions, and its log-prob is Hugging Face's by the weights of that version."""
@@ -277,7 +277,7 @@ def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_bac
             sampling += run.start_sampling()
             version += 1
             run.publish(version)
-    (out,) = run.pool.states.quarantined
+    (out,) = run.pool.membership.quarantined
     assert out.url == urls[1] and "6 times in a row" in str(out.error)
     assert len([future.result(scaled(120.0)) for future in sampling]) == 8 * version
     assert run.publish(version + 1)["server_resyncs"] == 1
@@ -296,7 +296,7 @@ def test_a_second_run_is_refused_while_the_first_lives_and_has_the_server_when_i
     assert first.quarantined() == [] and not first.watch.done()
 
     async def die() -> None:
-        keeper = first.pool.states.servers[0].lease._keeper
+        keeper = first.pool.membership.servers[0].lease._keeper
         assert keeper is not None
         keeper.cancel()
 

@@ -19,7 +19,7 @@ from megatron_a3po.weights.shards import Holdings, ParameterShard
 from megatron_a3po.weights.transports.group import GroupTransport
 from megatron_a3po.weights.wait_times import WaitTimes
 from tests.support.receiver import Receiver
-from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_server import FAST, ScriptedServer
 
 Named = list[tuple[str, Tensor]]
 UPDATE = "/update_weights_from_distributed"
@@ -46,7 +46,7 @@ def fleet_of(*urls: str, min_servers: int | None = None, pause_mode: str = "retr
     """Connect to the servers, as rank 0 of a run does."""
 
     async def build() -> ServerPool:
-        return ServerPool(list(urls), timeout_seconds=5.0, min_servers=min_servers, pause_mode=pause_mode)
+        return ServerPool(list(urls), timeout_seconds=5.0, min_servers=min_servers, pause_mode=pause_mode, timings=FAST)
 
     loop = EventLoopThread()
     try:

@@ -11,14 +11,26 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from megatron_a3po.fleet.timings import FleetTimings
+from tests.support.deadlines import scaled
 from tests.support.receiver import Json, Receiver
 
 Action = Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
 """What one call does instead of the usual."""
 
-DEADLINE_SECONDS = 60.0
+FAST = FleetTimings(
+    watch_seconds=0.02,
+    retry_seconds=0.01,
+    reset_seconds=0.2,
+    start_look_seconds=0.02,
+    request_look_seconds=0.1,
+    grace_seconds=4.0,
+    flush_seconds=0.001,
+)
+"""Times of a fleet whose servers answer from this process"""
+DEADLINE_SECONDS = scaled(60.0)
 """A silent server stays so."""
-PROMPT_SECONDS = 20.0
+PROMPT_SECONDS = scaled(20.0)
 """Much less than the deadline, and much more than a busy machine needs for what happens at once"""
 
 

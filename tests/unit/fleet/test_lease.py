@@ -17,7 +17,7 @@ from megatron_a3po.fleet.lease import Lease
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request, labelled_version, version_label
 from megatron_a3po.fleet.publication import Fleet
-from tests.support.scripted_server import Json, ScriptedServer, answer, close_connection, response
+from tests.support.scripted_server import FAST, Json, ScriptedServer, answer, close_connection, response
 from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
@@ -38,12 +38,12 @@ async def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> Asyn
     for module in (lease_module, pool_module):
         monkeypatch.setattr(module, "LEASE_SECONDS", LEASE_SECONDS)
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(recovery, "GRACE_SECONDS", 2.0)
     pools: list[ServerPool] = []
 
     async def start(run: str, *urls: str, min_servers: int | None = None) -> ServerPool:
-        pools.append(ServerPool([server.url, *urls], timeout_seconds=5.0, run=run, min_servers=min_servers))
+        pools.append(
+            ServerPool([server.url, *urls], timeout_seconds=5.0, run=run, min_servers=min_servers, timings=FAST)
+        )
         await asyncio.wait_for(pools[-1].wait_ready(60.0), 60.0)
         return pools[-1]
 
@@ -54,12 +54,12 @@ async def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> Asyn
 
 def publish(pool: ServerPool, server: ScriptedServer, version: int) -> None:
     server.version = version_label(version, pool.run)
-    pool.states.confirm(version)
+    pool.membership.confirm(version)
 
 
 def die(pool: ServerPool) -> None:
     """As a process does: nothing is said to the server any more."""
-    for server in pool.states.servers:
+    for server in pool.membership.servers:
         assert server.lease._keeper is not None
         server.lease._keeper.cancel()
         server.lease._keeper = None
@@ -67,7 +67,7 @@ def die(pool: ServerPool) -> None:
 
 def stand_still(pool: ServerPool, *servers: ScriptedServer) -> None:
     """As a process does that gets no time for longer than a lease: at the servers, its sessions have ended."""
-    for server in pool.states.servers:
+    for server in pool.membership.servers:
         server.lease._opened -= LEASE_SECONDS
     for scripted in servers:
         scripted.sessions.clear()
@@ -92,7 +92,7 @@ async def test_a_run_has_its_server_for_as_long_as_it_lives(start: StartRun, ser
     for _ in range(int(2.5 * LEASE_SECONDS / 0.03)):
         assert not await other.take()
         await asyncio.sleep(0.03)
-    assert first.states.servers[0].lease.is_held
+    assert first.membership.servers[0].lease.is_held
     assert len(server.bodies("/open_session")) > 160
 
 
@@ -105,7 +105,7 @@ async def test_the_server_of_a_run_that_died_is_free_a_little_later(start: Start
     second = await start(SECOND)
     publish(second, server, 0)
 
-    assert second.states.servers[0].lease.is_held
+    assert second.membership.servers[0].lease.is_held
     assert labelled_version((await second.generate(REQUEST))[0].meta_info.weight_versions[0].version) == 0
 
 
@@ -124,7 +124,7 @@ async def test_of_runs_that_start_at_one_time_one_gets_the_server(start: StartRu
 
 
 async def test_without_an_answer_for_a_while_a_run_keeps_its_server(start: StartRun, server: ScriptedServer) -> None:
-    lease = (await start(FIRST)).states.servers[0].lease
+    lease = (await start(FIRST)).membership.servers[0].lease
     server.script("/open_session", close_connection)
     await asyncio.sleep(2 * LEASE_SECONDS)
     server.script("/open_session", close_connection, range(0))
@@ -136,7 +136,7 @@ async def test_a_run_that_stood_still_for_longer_than_a_lease_does_not_take_its_
     start: StartRun, server: ScriptedServer
 ) -> None:
     first = await start(FIRST)
-    lease, other = first.states.servers[0].lease, Lease(first.clients[0])
+    lease, other = first.membership.servers[0].lease, Lease(first.clients[0])
     stand_still(first, server)
     assert await other.take()
     for _ in range(int(2.5 * LEASE_SECONDS / 0.03)):
@@ -158,14 +158,14 @@ async def test_a_run_keeps_its_server_whose_scheduler_was_busy(
         run = await start(FIRST, lonely.url, min_servers=1)
         for one in (server, lonely):
             publish(run, one, 3)
-        lease = run.states.servers[0].lease
+        lease = run.membership.servers[0].lease
         watch = asyncio.create_task(run.watch())
         server.scheduler_is_free.clear()
         await asyncio.sleep(num_leases * LEASE_SECONDS)
         server.scheduler_is_free.set()
         await asyncio.sleep(1.5 * LEASE_SECONDS)
         await wait_until(lambda: lease.is_held)
-        assert run.states.quarantined == [] and not watch.done()
+        assert run.membership.quarantined == [] and not watch.done()
         watch.cancel()
 
 
@@ -182,8 +182,8 @@ async def test_a_run_that_took_a_server_while_its_scheduler_was_busy_is_found_so
         await asyncio.sleep(LEASE_SECONDS)
         server.sessions = dict.fromkeys(lease_module._SESSIONS, float("inf"))
         server.scheduler_is_free.set()
-        await wait_until(lambda: [out.url for out in run.states.quarantined] == [server.url])
-        assert "another run that is alive" in str(run.states.quarantined[0].error)
+        await wait_until(lambda: [out.url for out in run.membership.quarantined] == [server.url])
+        assert "another run that is alive" in str(run.membership.quarantined[0].error)
         watch.cancel()
 
 
@@ -193,7 +193,7 @@ async def test_a_lease_says_when_the_scheduler_has_last_answered(
     monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
     before = time.monotonic()
     run = await start(FIRST)
-    lease, other = run.states.servers[0].lease, Lease(run.clients[0])
+    lease, other = run.membership.servers[0].lease, Lease(run.clients[0])
     assert before < lease.last_answer < time.monotonic() and other.last_answer < before
 
     before = time.monotonic()
@@ -212,7 +212,7 @@ async def test_a_lease_says_when_the_scheduler_has_last_answered(
 
 async def test_a_session_that_was_opened_late_is_given_back(start: StartRun, server: ScriptedServer) -> None:
     first = await start(FIRST)
-    lease = first.states.servers[0].lease
+    lease = first.membership.servers[0].lease
     opened: list[str] = []
 
     async def open_late(_: web.Request, body: Json) -> web.StreamResponse:
@@ -232,15 +232,15 @@ async def test_before_a_publication_a_run_that_stood_still_takes_its_server_anew
 ) -> None:
     async with ScriptedServer() as lonely:
         run = await start(FIRST, lonely.url, min_servers=1)
-        leases = [one.lease for one in run.states.servers]
+        leases = [one.lease for one in run.membership.servers]
         fleet = Fleet(run, None, timeout_seconds=5.0)  # type: ignore[arg-type]
         other = Lease(run.clients[0])
         stand_still(run, server, lonely)
         assert await other.take()
         before = len(server.calls)
-        await fleet._muster("none")
-        assert [out.url for out in run.states.quarantined] == [server.url]
-        assert "another run that is alive" in str(run.states.quarantined[0].error)
+        await fleet._settle_members("none")
+        assert [out.url for out in run.membership.quarantined] == [server.url]
+        assert "another run that is alive" in str(run.membership.quarantined[0].error)
         assert [lease.is_held for lease in leases] == [False, True] and other.is_held
         assert {path for path, _ in server.calls[before:]} <= {"/open_session", "/close_session"}
         await other.release()
@@ -258,20 +258,20 @@ async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_tim
     monkeypatch.setattr(recovery, "RETRY_SECONDS", 0.02)
     async with ScriptedServer() as lonely:
         run = await start(FIRST, lonely.url, min_servers=1)
-        lease = run.states.servers[0].lease
+        lease = run.membership.servers[0].lease
         fleet = Fleet(run, None, timeout_seconds=60.0 if is_free_in_time else 0.5)  # type: ignore[arg-type]
         server.scheduler_is_free.clear()
         lease._opened -= LEASE_SECONDS
-        settle_members = asyncio.create_task(fleet._muster("none"))
+        settle_members = asyncio.create_task(fleet._settle_members("none"))
         if is_free_in_time:
             await wait_until(lambda: "the publication waits for it" in caplog.text)
             await asyncio.sleep(0.5)
-            assert not settle_members.done() and run.states.quarantined == []
+            assert not settle_members.done() and run.membership.quarantined == []
             server.scheduler_is_free.set()
         await asyncio.wait_for(settle_members, 60.0)
         assert lease.is_held == is_free_in_time
-        assert [out.url for out in run.states.quarantined] == ([] if is_free_in_time else [server.url])
-        assert is_free_in_time or "publish.timeout_seconds = 0.5" in str(run.states.quarantined[0].error)
+        assert [out.url for out in run.membership.quarantined] == ([] if is_free_in_time else [server.url])
+        assert is_free_in_time or "publish.timeout_seconds = 0.5" in str(run.membership.quarantined[0].error)
         assert caplog.text.count("the publication waits for it") == 1
         server.scheduler_is_free.set()
 
@@ -283,7 +283,7 @@ async def test_a_call_that_failed_after_it_was_given_up_leaves_no_trace_in_the_l
     monkeypatch.setattr(lease_module, "_LATE_SECONDS", 0.1)
     server.scheduler_is_free.clear()
     pool = ServerPool([server.url], timeout_seconds=5.0)
-    lease = pool.states.servers[0].lease
+    lease = pool.membership.servers[0].lease
     with pytest.raises(RolloutError, match=r"gave no answer within 0\.05 s"):
         await lease.take()
     await wait_until(lambda: all(call.done() for call in lease._calls.values()))
@@ -302,14 +302,14 @@ async def test_a_server_that_another_run_has_taken_is_left_out_until_that_run_en
             publish(run, one, 3)
         watch = asyncio.create_task(run.watch())
         server.sessions = dict.fromkeys(lease_module._SESSIONS, float("inf"))
-        await wait_until(lambda: [out.url for out in run.states.quarantined] == [server.url])
-        assert "another run that is alive" in str(run.states.quarantined[0].error)
+        await wait_until(lambda: [out.url for out in run.membership.quarantined] == [server.url])
+        assert "another run that is alive" in str(run.membership.quarantined[0].error)
 
         await recovery.call_back(run, at_once=True)
-        assert [out.url for out in run.states.quarantined] == [server.url]
+        assert [out.url for out in run.membership.quarantined] == [server.url]
         server.sessions.clear()
         await recovery.call_back(run, at_once=True)
-        assert run.states.quarantined == [] and run.states.servers[0].lease.is_held
+        assert run.membership.quarantined == [] and run.membership.servers[0].lease.is_held
         watch.cancel()
 
 
@@ -325,8 +325,8 @@ async def test_the_same_version_number_of_another_run_is_not_the_runs_own(
         foreign = response(num_tokens=4, versions=[version_label(3, SECOND)])
         server.script("/generate", answer(foreign))
         await asyncio.gather(*(run.generate(REQUEST) for _ in range(4)))
-        assert [out.url for out in run.states.quarantined] == [server.url]
-        assert "weight version 3 of /runs/second" in str(run.states.quarantined[0].error)
+        assert [out.url for out in run.membership.quarantined] == [server.url]
+        assert "weight version 3 of /runs/second" in str(run.membership.quarantined[0].error)
 
 
 async def test_weights_that_another_run_has_published_are_found_by_the_watch(

@@ -7,13 +7,12 @@ import pytest
 import pytest_asyncio
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Sampler, Sampling
 from tests.support.publishing import UPDATE, OneRank, fleet_of, make_publisher, serve, some_tensors
 from tests.support.receiver import Receiver
-from tests.support.scripted_server import ScriptedServer, answer, response
+from tests.support.scripted_server import FAST, ScriptedServer, answer, response
 from tests.unit.rollout.test_collector import Digits, wait_until
 
 pytestmark = pytest.mark.usefixtures("default_group")
@@ -24,16 +23,15 @@ IN_PLACE = {"tp_size": 1, "disable_radix_cache": True, "disable_overlap_schedule
 
 
 @pytest_asyncio.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ScriptedServer]:
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.01)
+async def server() -> AsyncIterator[ScriptedServer]:
     async with ScriptedServer(version="0") as server:
         yield server
 
 
 @pytest_asyncio.fixture
 async def pool(server: ScriptedServer) -> AsyncIterator[ServerPool]:
-    pool = ServerPool([server.url], timeout_seconds=10.0, pause_mode="abort")
-    pool.states.confirm(0)
+    pool = ServerPool([server.url], timeout_seconds=10.0, pause_mode="abort", timings=FAST)
+    pool.membership.confirm(0)
     yield pool
     await pool.close()
 
@@ -47,9 +45,9 @@ def sampler(pool: ServerPool, group_size: int = 2) -> Sampler:
 async def publish(pool: ServerPool, server: ScriptedServer, version: int) -> None:
     pool.num_pauses += 1
     await pool.post_to_all("/pause_generation", {"mode": "abort"})
-    pool.states.begin_update()
+    pool.membership.begin_update()
     server.version = str(version)
-    pool.states.confirm(version)
+    pool.membership.confirm(version)
     await pool.post_to_all("/continue_generation", {})
 
 

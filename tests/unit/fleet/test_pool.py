@@ -4,20 +4,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet import recovery
-from megatron_a3po.fleet.client import KEEP_ALIVE_SECONDS
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request
+from megatron_a3po.fleet.timings import FleetTimings
 from tests.support.scripted_server import (
     DEADLINE_SECONDS,
+    FAST,
     PROMPT_SECONDS,
     Action,
     Json,
@@ -34,12 +35,6 @@ REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperatu
 StartPool = Callable[..., Awaitable[ServerPool]]
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.01)
-
-
 @pytest_asyncio.fixture
 async def servers() -> AsyncIterator[list[ScriptedServer]]:
     async with AsyncExitStack() as stack:
@@ -51,10 +46,13 @@ async def start_pool() -> AsyncIterator[StartPool]:
     pools = []
 
     async def start(
-        *urls: str, timeout_seconds: float = 30.0, find_dead: Callable[[], str | None] = lambda: None
+        *urls: str,
+        timeout_seconds: float = 30.0,
+        find_dead: Callable[[], str | None] = lambda: None,
+        timings: FleetTimings = FAST,
     ) -> ServerPool:
-        pools.append(ServerPool(list(urls), timeout_seconds=timeout_seconds, find_dead=find_dead))
-        pools[-1].states.confirm(0)  # as after a publication
+        pools.append(ServerPool(list(urls), timeout_seconds=timeout_seconds, find_dead=find_dead, timings=timings))
+        pools[-1].membership.confirm(0)  # as after a publication
         return pools[-1]
 
     yield start
@@ -272,7 +270,7 @@ async def test_reset_ignores_servers_that_have_nothing_to_undo(
     pool = await start_pool(*(server.url for server in servers))
     servers[0].script("/end_weight_update", refuse(400, "no session"))
 
-    await asyncio.gather(*map(pool.reset, pool.states.members))
+    await asyncio.gather(*map(pool.reset, pool.membership.members))
 
     for server in servers:
         assert server.paths() == ["/abort_request", "/end_weight_update", "/continue_generation"]
@@ -299,17 +297,16 @@ async def test_reset_undoes_in_order_at_a_slow_server_though_another_has_nothing
     servers[1].script("/end_weight_update", end_slowly)
     servers[1].script("/continue_generation", resume)
 
-    await asyncio.gather(*map(pool.reset, pool.states.members))
+    await asyncio.gather(*map(pool.reset, pool.membership.members))
 
     assert ended[0] < resumed[0]
 
 
 async def test_a_request_after_a_long_idle_time_does_not_use_a_connection_that_the_server_is_closing(
-    servers: list[ScriptedServer], start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+    servers: list[ScriptedServer], start_pool: StartPool
 ) -> None:
-    assert KEEP_ALIVE_SECONDS < 5.0, "an SGLang server closes idle connections after 5 s"
-    monkeypatch.setattr(pool_module, "KEEP_ALIVE_SECONDS", 1.0)
-    pool = await start_pool(servers[0].url)
+    assert FleetTimings().keep_alive_seconds < 5.0, "an SGLang server closes idle connections after 5 s"
+    pool = await start_pool(servers[0].url, timings=replace(FAST, keep_alive_seconds=0.3))
     client_ports: list[int] = []
 
     async def note_port(request: web.Request, _: Json) -> web.StreamResponse:
@@ -318,7 +315,7 @@ async def test_a_request_after_a_long_idle_time_does_not_use_a_connection_that_t
         return success()
 
     servers[0].script("/end_weight_update", note_port)
-    for pause in (0.0, 0.0, 1.5):
+    for pause in (0.0, 0.0, 0.6):
         await asyncio.sleep(pause)
         await pool.post_to_all("/end_weight_update", {})
 
@@ -381,16 +378,16 @@ async def test_long_responses_that_nobody_waits_for_hold_up_no_return_from_quara
 ) -> None:
     """Also where a call waits for them that is still under way."""
     pool = await start_pool(servers[0].url)
-    server = pool.states.servers[0]
+    server = pool.membership.servers[0]
     make_updates_wait_for_responses(servers[0])
     stuck = asyncio.create_task(pool.post(server, "/end_weight_update", {}, DEADLINE_SECONDS))
-    pool.states.quarantine(server, RolloutError("it is slow"))
+    pool.membership.quarantine(server, RolloutError("it is slow"))
     await asyncio.sleep(0.05)
     assert not stuck.done()
 
     await recovery.call_back(pool, at_once=True)
 
-    assert stuck.done() and pool.states.quarantined == []
+    assert stuck.done() and pool.membership.quarantined == []
 
 
 def make_updates_wait_for_responses(server: ScriptedServer) -> None:

@@ -11,8 +11,6 @@ from aiohttp import web
 from torch import Tensor
 
 from megatron_a3po.errors import PublishError
-from megatron_a3po.fleet import publication as control_module
-from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.protocol import generate_request
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.weights.plan import Bucket
@@ -41,13 +39,6 @@ JOIN = "/init_weights_update_group"
 LEAVE = "/destroy_weights_update_group"
 
 
-@pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "GRACE_SECONDS", 4.0)
-    monkeypatch.setattr(control_module, "GRACE_SECONDS", 4.0)
-    monkeypatch.setattr(control_module, "_FLUSH_SECONDS", 0.001)
-
-
 class Run:
     """A publisher of one rank and its servers, of which one is enough."""
 
@@ -74,7 +65,7 @@ class Run:
 
     @property
     def quarantined(self) -> list[str]:
-        return [server.url for server in self.fleet.pool.states.quarantined]
+        return [server.url for server in self.fleet.pool.membership.quarantined]
 
 
 @contextmanager
@@ -145,7 +136,7 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
     with after_version_zero(first_receiver, second_receiver) as run:
         first, second = run.servers
         if path == JOIN:  # groups are built when others take part than before
-            run.fleet.pool.states.membership += 1
+            run.fleet.pool.membership.revision += 1
         continued = second.paths().count(CONTINUE)
         second.script(path, action)
         if path == "/flush_cache":  # it is called when an update did not bring it about
@@ -182,7 +173,7 @@ def test_a_server_that_comes_late_to_a_group_that_another_one_has_refused_goes_o
 
         first.script(JOIN, after(1.0, join), range(2, 3))
         second.script(JOIN, refuse(400, "no such group"))
-        run.fleet.pool.states.membership += 1
+        run.fleet.pool.membership.revision += 1
         run.publish(1)
         assert first.version == "1" and run.quarantined == [second.url]
 
@@ -337,19 +328,6 @@ def test_after_a_failed_publication_only_servers_that_hold_a_whole_version_are_c
         assert [server.version for server in servers] == ["0", "0"]
 
 
-def test_a_server_that_fails_again_and_again_is_asked_ever_more_rarely() -> None:
-    with nothing_is_sent(), running(None, None) as run:
-        first, second = run.servers
-        second.script("/begin_weight_update", refuse(400, "a session is open"))
-        tried = []
-        for version in range(16):
-            before = second.paths().count("/begin_weight_update")
-            run.publish(version)
-            if second.paths().count("/begin_weight_update") > before:
-                tried.append(version)
-        assert tried == [0, 1, 3, 7, 15] and first.version == "15"
-
-
 def left_groups(server: ScriptedServer) -> list[str]:
     return [body["group_name"] for body in server.bodies(LEAVE)]
 
@@ -364,10 +342,10 @@ def test_however_often_others_take_part_a_server_that_comes_back_leaves_only_wha
             fleet.settle_members(call_back="all")
             assert left_groups(second)[before:] == [f"group {number}"] and run.quarantined == []
             fleet.leave_stale_group(f"group {number}")
-        assert [server.groups for server in fleet.pool.states.servers] == [[], []]
+        assert [server.control.groups for server in fleet.pool.membership.servers] == [[], []]
         fleet.create_group("the last", "127.0.0.1", 29500, "gloo", 5.0).result(10.0)
         fleet.destroy_group("the last").result(10.0)
-        assert [server.groups for server in fleet.pool.states.servers] == [[], []]
+        assert [server.control.groups for server in fleet.pool.membership.servers] == [[], []]
 
 
 def test_a_server_that_was_too_stuck_to_leave_its_group_leaves_it_when_it_comes_back() -> None:

@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from megatron_a3po.errors import RolloutError, RolloutServerDied
-from megatron_a3po.fleet import pool as pool_module
+from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
 from megatron_a3po.prompts.prompts import Prompt
@@ -20,6 +19,7 @@ from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.types import TrajectoryGroup
 from tests.support.scripted_server import (
+    FAST,
     Action,
     Json,
     ScriptedServer,
@@ -45,29 +45,27 @@ class Pair:
 
     @property
     def quarantined(self) -> list[str]:
-        return [server.url for server in self.pool.states.quarantined]
+        return [server.url for server in self.pool.membership.quarantined]
 
     async def sample(self, number: int = 6) -> list[GenerateResponse]:
         answers = await asyncio.wait_for(asyncio.gather(*(self.pool.generate(REQUEST) for _ in range(number))), 60.0)
         return [response for responses in answers for response in responses]
 
     async def publish(self, version: int) -> None:
-        self.pool.states.begin_update()
+        self.pool.membership.begin_update()
         for server in (self.first, self.second):
             server.version = str(version)
-        self.pool.states.confirm(version)
+        self.pool.membership.confirm(version)
 
 
 @pytest_asyncio.fixture
-async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.01)
+async def pair() -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(ScriptedServer(version="3")) for _ in range(2)]
-        pool = ServerPool([first.url, second.url], timeout_seconds=5.0, min_servers=1)
+        pool = ServerPool([first.url, second.url], timeout_seconds=5.0, min_servers=1, timings=FAST)
         stack.push_async_callback(pool.close)
         await pool.for_each(pool.describe)
-        pool.states.confirm(3)
+        pool.membership.confirm(3)
         yield Pair(first, second, pool)
 
 
@@ -81,7 +79,7 @@ async def test_nothing_is_asked_of_servers_before_a_version_is_confirmed_there(p
     await asyncio.sleep(0.1)
     assert pair.first.calls == []
 
-    pool.states.confirm(3)
+    pool.membership.confirm(3)
 
     assert len(await asyncio.wait_for(request, 60.0)) == 1
     await pool.close()
@@ -144,7 +142,7 @@ async def test_a_server_whose_label_changes_between_requests_is_found_by_the_wat
 
     await wait_until(lambda: pair.quarantined == [pair.first.url])
 
-    error = pair.pool.states.quarantined[0].error
+    error = pair.pool.membership.quarantined[0].error
     assert "default instead of 3" in str(error)
     assert not watch.done()
     watch.cancel()
@@ -192,20 +190,6 @@ async def test_with_too_few_servers_every_request_and_the_watch_end_with_all_cul
         await asyncio.wait_for(watch, 60.0)
 
 
-async def test_during_a_publication_the_publisher_decides_whether_servers_are_too_few(pair: Pair) -> None:
-    pool = ServerPool([pair.first.url], timeout_seconds=5.0)
-    pool.states.confirm(3)
-    pool.states.begin_publication()
-    pool.states.quarantine(pool.states.servers[0], RolloutServerDied("it is gone"))
-    pool.states.raise_if_too_few()
-
-    pool.states.end_publication()
-
-    with pytest.raises(RolloutServerDied, match=r"^it is gone$"):
-        pool.states.raise_if_too_few()
-    await pool.close()
-
-
 async def test_no_group_is_lost_or_counted_twice_when_servers_fail_in_the_middle(pair: Pair) -> None:
     ledger = Ledger()
     buffer = StalenessBuffer(groups_per_batch=4, max_staleness=1, num_batches=6, ledger=ledger)
@@ -247,7 +231,7 @@ async def test_a_server_that_is_not_there_at_the_start_is_left_out_when_the_othe
     infos = await pool.wait_ready(0.5)
 
     assert len(infos) == 1
-    assert [server.url for server in pool.states.quarantined] == ["http://127.0.0.1:9"]
+    assert [server.url for server in pool.membership.quarantined] == ["http://127.0.0.1:9"]
     await pool.close()
 
 

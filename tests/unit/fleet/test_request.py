@@ -5,21 +5,16 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
 
-from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet import client as client_module
 from megatron_a3po.fleet import lease as lease_module
-from megatron_a3po.fleet import membership as states_module
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet import recovery
-from megatron_a3po.fleet import request as asking_module
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
-from tests.support.scripted_server import ScriptedServer, answer, close_connection, hang
+from tests.support.scripted_server import FAST, ScriptedServer, answer, close_connection, hang
 from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
@@ -31,36 +26,25 @@ class Fleet:
 
     def __init__(self, servers: list[ScriptedServer]) -> None:
         self.servers = servers
-        self.pool = ServerPool([server.url for server in servers], timeout_seconds=SILENCE_SECONDS, min_servers=1)
-        self.version = 3
-        self.pool.states.confirm(3)
+        urls = [server.url for server in servers]
+        self.pool = ServerPool(urls, timeout_seconds=SILENCE_SECONDS, min_servers=1, timings=FAST)
+        self.pool.membership.confirm(3)
 
     @property
     def quarantined(self) -> list[str]:
-        return [server.url for server in self.pool.states.quarantined]
+        return [server.url for server in self.pool.membership.quarantined]
 
     def keep_alive(self, *numbers: int) -> None:
         """The schedulers of these servers answer at any time."""
         for number in numbers:
-            self.pool.states.servers[number].lease.last_answer = math.inf
+            self.pool.membership.servers[number].lease.last_answer = math.inf
 
     def sample(self, number: int) -> asyncio.Future[list[list[GenerateResponse]]]:
         return asyncio.gather(*(self.pool.generate(REQUEST) for _ in range(number)))
 
-    async def publish(self) -> None:
-        self.version += 1
-        self.pool.states.begin_publication()
-        await recovery.call_back(self.pool, at_once=False)
-        for server in self.servers:
-            server.version = str(self.version)
-        self.pool.states.confirm(self.version)
-        self.pool.states.end_publication()
-
 
 @pytest_asyncio.fixture
-async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr(asking_module, "_LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.01)
+async def fleet() -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         fleet = Fleet([await stack.enter_async_context(ScriptedServer(version="3")) for _ in range(3)])
         stack.push_async_callback(fleet.pool.close)
@@ -83,7 +67,7 @@ async def test_the_answers_that_the_lease_gets_show_that_a_server_lives(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "LEASE_SECONDS", SILENCE_SECONDS)
-    for server in fleet.pool.states.servers:
+    for server in fleet.pool.membership.servers:
         assert await server.lease.take()
     for scripted in fleet.servers:
         scripted.generation_seconds = lambda _: 3 * SILENCE_SECONDS
@@ -99,7 +83,7 @@ async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_
     """Its front end answers all the same."""
     monkeypatch.setattr(lease_module, "LEASE_SECONDS", SILENCE_SECONDS)
     fleet.keep_alive(1, 2)
-    assert await fleet.pool.states.servers[0].lease.take()
+    assert await fleet.pool.membership.servers[0].lease.take()
     for path in ("/open_session", "/server_info", "/generate"):
         fleet.servers[0].script(path, hang)
 
@@ -107,7 +91,7 @@ async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_
 
     assert len(answers) == 9 and len(fleet.servers[0].bodies("/generate")) == 3
     assert fleet.quarantined == [fleet.servers[0].url]
-    error = str(fleet.pool.states.quarantined[0].error)
+    error = str(fleet.pool.membership.quarantined[0].error)
     assert f"{fleet.servers[0].url} has given no sign of life for 0.2 s" in error
     assert "rollout.request_timeout_seconds" in error
     assert fleet.pool.clients[0].in_flight == 0
@@ -118,7 +102,7 @@ async def test_servers_that_lost_a_connection_and_are_too_busy_to_describe_thems
 ) -> None:
     monkeypatch.setattr(client_module, "_DESCRIBE_SECONDS", 0.05)
     fleet.pool._silence_seconds = 60.0
-    for server, scripted in zip(fleet.pool.states.servers, fleet.servers, strict=True):
+    for server, scripted in zip(fleet.pool.membership.servers, fleet.servers, strict=True):
         server.is_suspect = True
         scripted.script("/server_info", hang, calls=range(2, 6))
 
@@ -126,7 +110,7 @@ async def test_servers_that_lost_a_connection_and_are_too_busy_to_describe_thems
 
     assert len(answers) == 3 and fleet.quarantined == []
     assert [len(server.bodies("/generate")) for server in fleet.servers] == [1, 1, 1]
-    assert not any(server.is_suspect for server in fleet.pool.states.servers)
+    assert not any(server.is_suspect for server in fleet.pool.membership.servers)
 
 
 async def test_a_server_that_lost_a_connection_and_never_describes_itself_again_is_left_out_by_its_silence(
@@ -134,34 +118,19 @@ async def test_a_server_that_lost_a_connection_and_never_describes_itself_again_
 ) -> None:
     monkeypatch.setattr(client_module, "_DESCRIBE_SECONDS", 0.05)
     fleet.keep_alive(1, 2)
-    fleet.pool.states.servers[0].is_suspect = True
+    fleet.pool.membership.servers[0].is_suspect = True
     fleet.servers[0].script("/server_info", hang)
 
     assert len(await asyncio.wait_for(fleet.sample(1), 60.0)) == 1
 
     assert fleet.quarantined == [fleet.servers[0].url] and fleet.servers[0].bodies("/generate") == []
-    assert "has given no sign of life for 0.2 s" in str(fleet.pool.states.quarantined[0].error)
-
-
-async def test_responses_to_others_show_that_a_server_lives(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(states_module, "time", SimpleNamespace(monotonic=lambda: now))
-    states = fleet.pool.states
-    server = states.servers[0]
-    server.lease.last_answer = 30.0
-    server.heard = 90.0
-    assert states.silence(server) == 10.0
-    states.accept(server)
-    now = 104.0
-    assert states.silence(server) == 4.0
-    server.lease.last_answer = 103.0
-    assert states.silence(server) == 1.0
+    assert "has given no sign of life for 0.2 s" in str(fleet.pool.membership.quarantined[0].error)
 
 
 async def test_the_time_in_which_a_server_is_asked_nothing_is_no_silence(fleet: Fleet) -> None:
     fleet.pool._silence_seconds = 60.0
-    fleet.pool.states.servers[0].heard -= 100.0
-    fleet.servers[0].generation_seconds = lambda _: 3 * asking_module._LOOK_SECONDS
+    fleet.pool.membership.servers[0].last_heard -= 100.0
+    fleet.servers[0].generation_seconds = lambda _: 3 * FAST.request_look_seconds
 
     await asyncio.wait_for(fleet.sample(1), 60.0)
 
@@ -184,7 +153,7 @@ async def test_a_request_that_a_living_server_has_lost_moves_and_costs_nobody(
 async def test_a_request_that_takes_longer_than_any_should_is_answered_in_the_end(fleet: Fleet) -> None:
     fleet.keep_alive(0, 1, 2)
     for server in fleet.servers:
-        server.generation_seconds = lambda _: 1.2 * asking_module.PATIENCE * SILENCE_SECONDS
+        server.generation_seconds = lambda _: 1.2 * FAST.patience * SILENCE_SECONDS
 
     ((response,),) = await asyncio.wait_for(fleet.sample(1), 60.0)
 
@@ -193,14 +162,14 @@ async def test_a_request_that_takes_longer_than_any_should_is_answered_in_the_en
 
 async def test_a_pause_longer_than_any_patience_costs_nobody(fleet: Fleet) -> None:
     """Nor are requests given to others, since their time does not run."""
-    states = fleet.pool.states
+    states = fleet.pool.membership
     for server in fleet.servers:
         server.generation_seconds = lambda _: 0.05
     requests = fleet.sample(6)
     await wait_until(lambda: sum(server.in_flight for server in fleet.servers) == 6)
     states.begin_publication()
     await fleet.pool.post_to_all("/pause_generation", {"mode": "retract"}, 60.0)
-    await asyncio.sleep(1.5 * asking_module.PATIENCE * SILENCE_SECONDS)
+    await asyncio.sleep(1.5 * FAST.patience * SILENCE_SECONDS)
     assert not requests.done()
 
     fleet.keep_alive(0, 1, 2)
@@ -212,53 +181,12 @@ async def test_a_pause_longer_than_any_patience_costs_nobody(fleet: Fleet) -> No
     assert sum(len(server.bodies("/generate")) for server in fleet.servers) == 6
 
 
-async def test_in_a_publication_the_clock_stands_still_and_silence_begins_anew(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of a server whose responses had taken long before, and whose lease is not answered while it loads."""
-    now = 100.0
-    monkeypatch.setattr(states_module, "time", SimpleNamespace(monotonic=lambda: now))
-    states = fleet.pool.states
-    server = states.servers[0]
-    server.heard, server.lease.last_answer = 10.0, 99.0
-    states.begin_publication()
-    now = 700.0
-    states.begin_publication()  # another attempt
-    assert (states.clock(), states.silence(server)) == (100.0, 0.0)
-    now = 800.0
-    states.end_publication()
-    now = 803.0
-    assert (states.clock(), states.silence(server)) == (103.0, 3.0)
-
-
-@pytest.mark.parametrize("answers_first", [False, True])
-async def test_a_server_that_returns_and_fails_each_time_is_asked_ever_more_rarely(
-    fleet: Fleet, answers_first: bool
-) -> None:
-    """Also where it answers something short before, as the check of a publication does."""
-    fleet.keep_alive(0, 1, 2)
-    states = fleet.pool.states
-    server = states.servers[0]
-    returns = []
-    for number in range(20):
-        await fleet.publish()
-        if server.error is None:
-            returns.append(number)
-            if answers_first:
-                before = len(fleet.servers[0].bodies("/generate"))
-                await asyncio.wait_for(fleet.sample(3), 60.0)
-                assert len(fleet.servers[0].bodies("/generate")) > before
-            states.quarantine(server, RolloutError("it is silent"))
-
-    assert returns == [0, 1, 3, 7, 15]
-
-
 async def test_what_keeps_a_server_out_is_told_whenever_it_is_something_else(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with ScriptedServer() as late:
         fleet.pool.add(late.url)
-        server = fleet.pool.states.servers[3]
+        server = fleet.pool.membership.servers[3]
         told = []
         for sampling_params in ({"top_k": 1}, {"top_k": 1}, None):
             description = {"preferred_sampling_params": sampling_params, "speculative_algorithm": "EAGLE"}
@@ -274,29 +202,11 @@ async def test_what_keeps_a_server_out_is_told_whenever_it_is_something_else(
     assert warnings == [f"{text}; {late.url} stays in quarantine" for text in (told[0], told[2])]
 
 
-async def test_a_server_that_has_done_well_between_two_publications_is_asked_at_once_again(fleet: Fleet) -> None:
-    fleet.keep_alive(0, 1, 2)
-    states = fleet.pool.states
-    server = states.servers[0]
-    for _ in range(3):
-        states.quarantine(server, RolloutError("it is silent"))
-        while server.error is not None:
-            await fleet.publish()
-    await asyncio.wait_for(fleet.sample(3), 60.0)
-    assert server.failures == 3
-    await fleet.publish()
-
-    states.quarantine(server, RolloutError("it is silent"))
-    await fleet.publish()
-
-    assert server.error is None
-
-
 async def test_what_one_server_is_asked_for_goes_to_another_when_it_lives_and_does_not_answer(fleet: Fleet) -> None:
     fleet.keep_alive(0, 1, 2)
     fleet.servers[0].script("/generate", hang)
 
-    await asyncio.wait_for(fleet.pool.generate(REQUEST, fleet.pool.states.servers[0]), 30.0)
+    await asyncio.wait_for(fleet.pool.generate(REQUEST, fleet.pool.membership.servers[0]), 30.0)
 
     assert len(fleet.servers[0].bodies("/generate")) == 1
     assert fleet.quarantined == []

@@ -11,9 +11,9 @@ import pytest_asyncio
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet import lease as lease_module
 from megatron_a3po.fleet import pool as pool_module
-from megatron_a3po.fleet import startup as connecting
 from megatron_a3po.fleet.pool import ServerPool
-from tests.support.scripted_server import DEADLINE_SECONDS, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
+from megatron_a3po.runtime import waiting
+from tests.support.scripted_server import DEADLINE_SECONDS, FAST, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
 from tests.unit.rollout.test_collector import wait_until
 
 
@@ -23,8 +23,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LEASE_SECONDS", 2.0)
         monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(pool_module, "_RESET_SECONDS", 0.2)
-    monkeypatch.setattr(connecting, "_LOOK_SECONDS", 0.02)
 
 
 @pytest_asyncio.fixture
@@ -35,7 +33,7 @@ async def servers() -> AsyncIterator[list[ScriptedServer]]:
 
 @asynccontextmanager
 async def pool_of(servers: list[ScriptedServer], min_servers: int | None = None) -> AsyncIterator[ServerPool]:
-    pool = ServerPool([server.url for server in servers], timeout_seconds=5.0, min_servers=min_servers)
+    pool = ServerPool([server.url for server in servers], timeout_seconds=5.0, min_servers=min_servers, timings=FAST)
     yield pool
     await pool.close()
 
@@ -49,10 +47,10 @@ async def test_a_server_whose_scheduler_is_busy_is_waited_for(
     async with pool_of(servers) as pool:
         ready = asyncio.create_task(pool.wait_ready(DEADLINE_SECONDS))
         await asyncio.sleep(3.0)
-        assert not ready.done() and pool.states.servers[0].lease.is_held
+        assert not ready.done() and pool.membership.servers[0].lease.is_held
         servers[1].scheduler_is_free.set()
         assert len(await ready) == 2
-        assert all(server.lease.is_held for server in pool.states.servers)
+        assert all(server.lease.is_held for server in pool.membership.servers)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ async def test_what_is_not_ready_in_time_is_left_out_with_what_it_lacked(
     servers[1].script(path, action)
     async with pool_of(servers, 1) as pool:
         assert len(await pool.wait_ready(1.5)) == 1
-        (out,) = pool.states.quarantined
+        (out,) = pool.membership.quarantined
         assert out.url == servers[1].url
         assert f"{out.url}: not ready within 1.5 s ({out.url}{path} " in str(out.error)
         assert "rollout.start_timeout_seconds" in str(out.error)
@@ -88,16 +86,16 @@ async def test_a_server_of_another_run_is_left_out_long_before_the_timeout_where
         await other.wait_ready(DEADLINE_SECONDS)
         before = len(servers[1].calls)
         assert len(await pool.wait_ready(DEADLINE_SECONDS)) == 1
-        (out,) = pool.states.quarantined
+        (out,) = pool.membership.quarantined
         assert out.url == servers[1].url and "another run that is alive" in str(out.error)
         assert {path for path, _ in servers[1].calls[before:]} <= {"/open_session", "/close_session"}
-        assert other.states.servers[0].lease.is_held
+        assert other.membership.servers[0].lease.is_held
 
 
 async def test_while_it_lasts_it_is_told_who_is_waited_for_and_why(
     servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connecting, "_HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "REMIND_SECONDS", 0.3)
     servers[1].script("/server_info", refuse(503, "busy with a load"))
 
     def told() -> list[str]:

@@ -10,7 +10,6 @@ import pytest
 import pytest_asyncio
 
 from megatron_a3po.errors import RewardError, RolloutError, RolloutServerDied
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rewards.types import FailureKind, RewardFailure, Sample, Score
@@ -77,7 +76,7 @@ class Rollouts:
 
     def confirm(self, version: int) -> None:
         """As after a publication."""
-        self.pool.states.confirm(version)
+        self.pool.membership.confirm(version)
         self.collector.set_version(version)
 
     async def next_batch(self) -> list[Trajectory]:
@@ -115,11 +114,14 @@ def prompt(group_id: int) -> Prompt:
 
 @pytest_asyncio.fixture
 async def rollouts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollouts]:
-    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.01)
     async with ScriptedServer(version="0") as server:
         death: list[str] = []
-        pool = ServerPool([server.url], timeout_seconds=DEADLINE_SECONDS, find_dead=lambda: death[0] if death else None)
+        pool = ServerPool(
+            [server.url],
+            timeout_seconds=DEADLINE_SECONDS,
+            find_dead=lambda: death[0] if death else None,
+            timings=FAST,
+        )
         sampling = Sampling(num_samples=GROUP_SIZE, max_new_tokens=4, temperature=1.0)
         sampler = Sampler(pool, Digits(), sampling, max_in_flight=100)
         ledger = Ledger()

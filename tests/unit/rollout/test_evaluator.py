@@ -52,7 +52,7 @@ async def server() -> AsyncIterator[ScriptedServer]:
 @pytest_asyncio.fixture
 async def pool(server: ScriptedServer) -> AsyncIterator[ServerPool]:
     pool = ServerPool([server.url], timeout_seconds=10.0)
-    pool.states.confirm(7)
+    pool.membership.confirm(7)
     yield pool
     await pool.close()
 

@@ -28,7 +28,7 @@ async def servers() -> AsyncIterator[list[ScriptedServer]]:
 @pytest_asyncio.fixture
 async def pool(servers: list[ScriptedServer]) -> AsyncIterator[ServerPool]:
     pool = ServerPool([server.url for server in servers], timeout_seconds=60.0, min_servers=1)
-    pool.states.confirm(3)
+    pool.membership.confirm(3)
     yield pool
     await pool.close()
 
@@ -73,7 +73,7 @@ async def test_prompts_are_dealt_to_all_servers_in_turn(
 async def test_a_busy_server_is_asked_all_the_same(servers: list[ScriptedServer], pool: ServerPool) -> None:
     servers[0].script("/generate", hang, calls=range(1, 6))
     request = generate_request([9], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
-    busy = asyncio.gather(*(pool.generate(request, pool.states.servers[0]) for _ in range(5)))
+    busy = asyncio.gather(*(pool.generate(request, pool.membership.servers[0]) for _ in range(5)))
     await wait_until(lambda: len(servers[0].bodies("/generate")) == 5)
 
     await sample(pool, 4)
@@ -83,7 +83,7 @@ async def test_a_busy_server_is_asked_all_the_same(servers: list[ScriptedServer]
 
 
 async def test_a_server_in_quarantine_is_left_out(servers: list[ScriptedServer], pool: ServerPool) -> None:
-    pool.states.quarantine(pool.states.servers[1], RolloutError("it is silent"))
+    pool.membership.quarantine(pool.membership.servers[1], RolloutError("it is silent"))
 
     sampled = await sample(pool, 4)
 
@@ -99,7 +99,7 @@ async def test_the_prompts_of_a_server_that_fails_are_sampled_elsewhere(
     sampled = await sample(pool, 4)
 
     assert sorted(item.prompt.prompt_id for item in sampled) == ["0", "1", "2", "3"]
-    assert [server.url for server in pool.states.quarantined] == [servers[1].url]
+    assert [server.url for server in pool.membership.quarantined] == [servers[1].url]
 
 
 async def test_without_prompts_nothing_is_asked(servers: list[ScriptedServer], pool: ServerPool) -> None:

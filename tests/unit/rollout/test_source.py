@@ -33,7 +33,7 @@ class Run:
 
     def publish(self, version: int) -> None:
         self.version = version
-        self.fleet.pool.states.begin_update()
+        self.fleet.pool.membership.begin_update()
         self.server.version = version_label(version, self.fleet.pool.run)
         self.fleet.confirm(version)
         self.source.set_version(version)

@@ -216,17 +216,17 @@ async def test_a_publication_goes_on_without_news_of_servers_and_tells_it_once(
             return [item.url for item in read_registrations(folder)]
 
         fleet = Fleet(pool, None, timeout_seconds=5.0, find_urls=find_urls)  # type: ignore[arg-type]
-        await fleet._muster("due")
+        await fleet._settle_members("due")
         block(folder)
         for _ in range(2):
-            await fleet._muster("due")
-        assert [member.url for member in pool.states.members] == [server.url]
+            await fleet._settle_members("due")
+        assert [member.url for member in pool.membership.members] == [server.url]
         free(folder)
         register(folder, registration(newcomer.url))
-        await fleet._muster("due")
+        await fleet._settle_members("due")
         block(folder)
-        await fleet._muster("due")
-        assert [member.url for member in pool.states.members] == [server.url, newcomer.url]
+        await fleet._settle_members("due")
+        assert [member.url for member in pool.membership.members] == [server.url, newcomer.url]
         await pool.close()
-    warnings = [record.getMessage() for record in caplog.records if "come since are not found" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "cannot be looked up" in record.getMessage()]
     assert len(warnings) == 2 and str(folder) in warnings[0]

@@ -35,7 +35,6 @@ def sampled(run: Run) -> tuple[set[str], set[str]]:
 
 @pytest.fixture(autouse=True)
 def watch_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_WATCH_SECONDS", 0.02)
 
 
 def test_a_new_server_receives_the_next_version_and_is_sampled_from(

@@ -178,7 +178,7 @@ def test_a_server_that_never_answers_fails_the_publication_at_its_timeout(
         publisher = make_publisher(source, fleet, 20.0, times=SHORT)
         publisher.publish(0)
         if path == JOIN:  # the group is built again when others take part than before
-            fleet.pool.states.membership += 1
+            fleet.pool.membership.revision += 1
         publisher._transport._timeout_seconds = 1.5  # type: ignore[attr-defined]
         servers[1].script(path, silent_until_given_up(fleet))
         start = time.monotonic()
