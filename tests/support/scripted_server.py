@@ -21,7 +21,6 @@ Action = Callable[[web.Request, Json], Awaitable[web.StreamResponse]]
 FAST = FleetTimings(
     watch_seconds=0.02,
     retry_seconds=0.01,
-    reset_seconds=0.2,
     start_look_seconds=0.02,
     request_look_seconds=0.1,
     grace_seconds=4.0,

@@ -211,7 +211,7 @@ async def test_no_group_is_lost_or_counted_twice_when_servers_fail_in_the_middle
     taken: list[int] = []
     for version in range(1, 7):
         await asyncio.wait_for(collector.batch_complete(), 60.0)
-        taken += [trajectory.group_id for trajectory in (await collector.take_batch())[::2]]
+        taken += [trajectory.group_id for trajectory in collector.take_batch()[::2]]
         if version == 2:
             pair.first.script("/generate", hang)
             pair.first.script("/model_info", close_connection)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -33,7 +34,12 @@ async def servers() -> AsyncIterator[list[ScriptedServer]]:
 
 @asynccontextmanager
 async def pool_of(servers: list[ScriptedServer], min_servers: int | None = None) -> AsyncIterator[ServerPool]:
-    pool = ServerPool([server.url for server in servers], timeout_seconds=5.0, min_servers=min_servers, timings=FAST)
+    pool = ServerPool(
+        [server.url for server in servers],
+        timeout_seconds=5.0,
+        min_servers=min_servers,
+        timings=replace(FAST, reset_seconds=0.2),
+    )
     yield pool
     await pool.close()
 

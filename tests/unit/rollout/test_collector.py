@@ -21,6 +21,7 @@ from megatron_a3po.rollout.sampler import Sampler, Sampling
 from megatron_a3po.types import Trajectory
 from tests.support.scripted_server import (
     DEADLINE_SECONDS,
+    FAST,
     PROMPT_SECONDS,
     ScriptedServer,
     answer,

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.protocol import GenerateResponse
 from tests.support.publishing import OneRank, fleet_of, make_publisher, serve, some_tensors
 from tests.support.receiver import Receiver
@@ -31,10 +30,6 @@ def sampled(run: Run) -> tuple[set[str], set[str]]:
     responses = [response for answers in run.fleet.loop.run(sample(), 10.0) for response in answers]
     asked = {server.url for server in run.servers if server.bodies("/generate")}
     return asked, {span.version for response in responses for span in response.meta_info.weight_versions}
-
-
-@pytest.fixture(autouse=True)
-def watch_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_server_receives_the_next_version_and_is_sampled_from(
