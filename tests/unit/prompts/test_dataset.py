@@ -88,6 +88,11 @@ def parquet_shards(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def damaged_parquet(path: Path) -> None:
+    path.mkdir()
+    (path / "data.parquet").write_bytes(b"PAR1 and nothing else")
+
+
 @pytest.mark.parametrize(
     ("write", "name", "split"),
     [
@@ -176,27 +181,18 @@ def test_without_held_out_prompts_everything_is_trained_on(load: Callable[..., P
         load(path, {"same": dataset_files(path)}, num_held_out=0, run_dir=tmp_path / "other")
 
 
-def test_repeated_rows_are_counted_and_asked_once(
+def test_repeated_rows_and_long_prompts_are_counted_and_left_out(
     load: Callable[..., PromptSet], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "megatron_a3po")
-    prompts = load(write_jsonl(tmp_path / "data.jsonl", ROWS * 10))
+    long = [{"prompt": letter * length, "answer": "1", "level": 0} for letter, length in (("x", 100), ("y", 101))]
 
-    assert len(prompts) + len(prompts.held_out) == 20
-    assert "200 rows, 20 prompts; left out: 180 repeats" in caplog.text
-    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
-
-
-def test_long_prompts_are_counted_and_left_out(
-    load: Callable[..., PromptSet], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "megatron_a3po")
-    rows = [*ROWS, {"prompt": "x" * 100, "answer": "1", "level": 0}, {"prompt": "y" * 101, "answer": "1", "level": 0}]
-
-    prompts = load(write_jsonl(tmp_path / "data.jsonl", rows))
+    prompts = load(write_jsonl(tmp_path / "data.jsonl", [*ROWS * 10, *long]))
 
     assert "x" * 100 in {*stream(prompts), *(prompt.question for prompt in prompts.held_out)}
-    assert "22 rows, 21 prompts; left out: 0 repeats, 1 of over 100 tokens" in caplog.text
+    assert len(prompts) + len(prompts.held_out) == 21
+    assert "202 rows, 21 prompts; left out: 180 repeats, 1 of over 100 tokens, 0 rejected" in caplog.text
+    assert not (tmp_path / "run" / "quarantine.jsonl").exists()
 
 
 BAD = [
@@ -301,6 +297,7 @@ def test_an_empty_dataset_is_an_error(
     [
         (lambda path: path.mkdir(), None, r"data\.path"),
         (lambda path: path.write_bytes(b"PAR1"), None, r"data\.path"),
+        (damaged_parquet, None, r"data\.path"),
         (lambda path: saved_with_splits(path, ROWS), "dev", r"data\.split = dev.* train, test"),
         (lambda path: saved_with_splits(path, ROWS), None, r"data\.split = None.* train, test"),
         (lambda path: parquet_shards(path, ROWS), "dev", r"data\.split = dev.* data/test-00000"),
@@ -364,12 +361,6 @@ def write_folder(path: Path, names: list[str]) -> None:
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(path / name, [{"prompt": f"{name} {i}", "answer": "1", "level": 0} for i in range(2)])
-
-
-def test_a_damaged_parquet_file_is_an_error(load: Callable[..., PromptSet], tmp_path: Path) -> None:
-    (tmp_path / "data.parquet").write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(DataError, match=r"data\.path"):
-        load(tmp_path / "data.parquet")
 
 
 def test_the_fingerprint_is_that_of_the_training_prompts_and_their_answers(

@@ -71,19 +71,15 @@ def test_the_same_settings_give_the_same_stream_in_whatever_order_it_is_asked_fo
     assert questions(backward, range(num - 1, -1, -1)) == expected[::-1]
 
 
-def test_another_seed_gives_other_prompts() -> None:
-    first, second = load(), load(seed=8)
+def test_a_seed_chooses_the_prompts_and_an_order_seed_their_order() -> None:
+    first, other_seed, other_order = load(), load(seed=8), load(order_seed=1)
+    stream, other_prompts, reordered = (
+        questions(prompts, range(len(prompts))) for prompts in (first, other_seed, other_order)
+    )
 
-    assert set(questions(first, range(len(first)))) != set(questions(second, range(len(second))))
-
-
-def test_another_order_seed_gives_the_same_prompts_in_another_order() -> None:
-    first, second = load(order_seed=0), load(order_seed=1)
-    epoch = range(len(first))
-
-    assert first.held_out[0].prompt_id == second.held_out[0].prompt_id
-    assert questions(first, epoch) != questions(second, epoch)
-    assert sorted(questions(first, epoch)) == sorted(questions(second, epoch))
+    assert set(stream) != set(other_prompts)
+    assert stream != reordered and sorted(stream) == sorted(reordered)
+    assert first.held_out[0].prompt_id == other_order.held_out[0].prompt_id
 
 
 def test_every_epoch_holds_each_training_prompt_once_in_an_order_of_its_own() -> None:
@@ -98,19 +94,14 @@ def test_every_epoch_holds_each_training_prompt_once_in_an_order_of_its_own() ->
 
 
 def test_held_out_prompts_are_the_first_ones_and_never_trained_on() -> None:
-    prompts = load()
+    prompts, everything = load(), load(num_held_out=0)
+    trained_on = set(questions(prompts, range(len(prompts))))
     held_out = [bytes(prompt.token_ids).decode() for prompt in prompts.held_out]
+    numbers = [int(prompt.prompt_id.split("/")[-1]) for prompt in prompts.held_out]
 
-    everything = load(num_held_out=0)
-
-    assert len(held_out) == 40
-    assert set(held_out).isdisjoint(questions(prompts, range(len(prompts))))
-    assert set(held_out) | set(questions(prompts, range(len(prompts)))) == set(
-        questions(everything, range(len(everything)))
-    )
-    assert [int(prompt.prompt_id.split("/")[-1]) for prompt in prompts.held_out] == sorted(
-        int(prompt.prompt_id.split("/")[-1]) for prompt in prompts.held_out
-    )
+    assert len(held_out) == 40 and numbers == sorted(numbers)
+    assert trained_on.isdisjoint(held_out)
+    assert trained_on | set(held_out) == set(questions(everything, range(len(everything))))
 
 
 def test_only_questions_that_match_the_whole_pattern_are_kept() -> None:
