@@ -6,13 +6,14 @@ from typing import Any
 
 import aiohttp
 
+from megatron_a3po.config.server_requirements import Demands
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.fleet.client import RequestRefused, SGLangClient
 from megatron_a3po.fleet.lease import LEASE_SECONDS, RETRY_SECONDS
 from megatron_a3po.fleet.membership import Membership, Quarantined, Server
 from megatron_a3po.fleet.protocol import GenerateResponse, ServerInfo, is_unfinished
 from megatron_a3po.fleet.request import Overdue, Patience, ask
-from megatron_a3po.fleet.requirements import Demands, unusable
+from megatron_a3po.fleet.requirements import unusable
 from megatron_a3po.fleet.startup import Occupied, Startup, Unusable
 from megatron_a3po.fleet.timings import DEFAULT_TIMINGS, FleetTimings
 from megatron_a3po.runtime.logging import logger

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from megatron_a3po.config.mistakes import Mistake
 from megatron_a3po.config.schema import RunConfig
 from megatron_a3po.config.server_key import find_key_mistake
+from megatron_a3po.config.server_requirements import missing_in_place, problems_of_arguments
 from megatron_a3po.preflight.check_algorithm import algorithm_mistakes
 from megatron_a3po.preflight.check_data import data_mistakes
 from megatron_a3po.preflight.check_layout import rank_mistakes
@@ -60,15 +61,8 @@ def _device(config: RunConfig) -> Iterator[Mistake]:
 
 def _servers(config: RunConfig) -> Iterator[Mistake]:
     rollout = config.rollout
-    for argument in rollout.server_arguments:
-        name = argument.split("=")[0]  # what follows may be a key
-        if (reserved := _reserved(name)) is not None:
-            problem = (
-                "not to be given here"
-                if name == reserved
-                else f"not to be given here: SGLang may read it as {reserved}"
-            )
-            yield Mistake("rollout.server_arguments", name, problem, _RESERVED_ARGUMENTS[reserved])
+    for name, problem, remedy in problems_of_arguments(rollout.server_arguments):
+        yield Mistake("rollout.server_arguments", name, problem, remedy)
     if rollout.servers != "registered" and rollout.num_servers > 1:
         yield Mistake(
             "rollout.num_servers",
@@ -81,47 +75,6 @@ def _servers(config: RunConfig) -> Iterator[Mistake]:
         yield mistake
     if isinstance(rollout.servers, list):
         yield from _urls(rollout.servers)
-
-
-_KEY_REMEDY = "everybody would see it; set `rollout.key_file` or A3PO_SERVER_KEY"
-_RANKS_REMEDY = "set `rollout.server_tensor_parallel`"
-_SIZE_REMEDY = "SGLang receives no weights so; use more servers, or `rollout.server_tensor_parallel`"
-_ADDRESS_REMEDY = "tools/launch_rollout_servers.py has --host, and chooses free ports"
-_RESERVED_ARGUMENTS = {
-    "--api-key": _KEY_REMEDY,
-    "--admin-api-key": _KEY_REMEDY,
-    "--tp": _RANKS_REMEDY,
-    "--tp-size": _RANKS_REMEDY,
-    "--tensor-parallel-size": _RANKS_REMEDY,
-    "--pp-size": _SIZE_REMEDY,
-    "--pipeline-parallel-size": _SIZE_REMEDY,
-    "--dp-size": _SIZE_REMEDY,
-    "--data-parallel-size": _SIZE_REMEDY,
-    "--tokenizer-worker-num": "one alone would hear of a new version; leave it out",
-    "--preferred-sampling-params": "log-probs would know nothing of them; leave it out",
-    "--speculative-algorithm": "published weights would be loaded into the draft, too; leave it out",
-    "--host": _ADDRESS_REMEDY,
-    "--port": _ADDRESS_REMEDY,
-    "--model": "set `model`",
-    "--model-path": "set `model`",
-    "--trust-remote-code": "programs in the folder of a model are never run; docs/layouts.md lists the models",
-    "--config": "it may hold any of the arguments that are not to be given; give each one itself",
-}
-"""Of SGLang, with what to do instead"""
-
-
-_IN_PLACE = {
-    "--disable-radix-cache": "the server's radix cache would keep the keys and values of old weights",
-    "--disable-overlap-schedule": "the server would give a token of the old weights the new version",
-}
-
-
-def _reserved(name: str) -> str | None:
-    """The reserved argument that it is or, since argparse takes beginnings of names, may stand for."""
-    if name in _RESERVED_ARGUMENTS:
-        return name
-    # Of SGLang 0.5.23's other arguments, none is the beginning of a reserved one.
-    return next((each for each in _RESERVED_ARGUMENTS if len(name) > len("--") and each.startswith(name)), None)
 
 
 def _urls(urls: list[str]) -> Iterator[Mistake]:
@@ -149,10 +102,9 @@ def _quarantine(config: RunConfig) -> Iterator[Mistake]:
             ("rollout.servers", "rollout.num_servers"),
         )
     if config.publish.pause_mode == "in_place" and isinstance(servers, str):
-        for flag, problem in _IN_PLACE.items():
-            if flag not in config.rollout.server_arguments:
-                remedy = f"add {flag} to `rollout.server_arguments`, or use `retract`"
-                yield Mistake("publish.pause_mode", "in_place", problem, remedy, ("rollout.server_arguments",))
+        for argument, problem in missing_in_place(config.rollout.server_arguments):
+            remedy = f"add {argument} to `rollout.server_arguments`, or use `retract`"
+            yield Mistake("publish.pause_mode", "in_place", problem, remedy, ("rollout.server_arguments",))
 
 
 def _delta(config: RunConfig) -> Iterator[Mistake]:

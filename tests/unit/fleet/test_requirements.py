@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from megatron_a3po.config.server_requirements import REQUIREMENTS, Demands, as_markdown
 from megatron_a3po.fleet.protocol import ServerInfo
-from megatron_a3po.fleet.requirements import Demands, unusable
+from megatron_a3po.fleet.requirements import unusable
 from megatron_a3po.rollout.sampler import stop_token_ids
+from tests.support.paths import ROOT
 
 URL = "http://10.0.0.7:30000"
 
@@ -57,3 +59,13 @@ def test_the_ends_of_a_response_are_those_of_the_tokenizer_and_of_both_files_of_
     assert stop_token_ids(tmp_path, Tokenizer()) == {5, 7, 9}
     monkeypatch.setattr(Tokenizer, "get_added_vocab", lambda _: {"<|eom_id|>": 11, "<pad>": 12}, raising=False)
     assert stop_token_ids(tmp_path, Tokenizer()) == {5, 7, 9, 11}
+
+
+def test_every_field_of_the_table_is_one_that_the_run_reads_of_a_server() -> None:
+    assert {row.field for row in REQUIREMENTS if row.field} <= ServerInfo.model_fields.keys()
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (ROOT / "docs" / "servers.md").read_text(encoding="utf-8")
+    begin, end = "<!-- requirements: begin -->\n", "<!-- requirements: end -->"
+    assert page[page.index(begin) + len(begin) : page.index(end)] == as_markdown()
