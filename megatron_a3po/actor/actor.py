@@ -17,7 +17,7 @@ from megatron_a3po.actor.megatron_state import TrainingStateSave, load_training_
 from megatron_a3po.actor.model import PolicyModel, build_model
 from megatron_a3po.actor.optimizer import PolicyOptimizer, StepResult
 from megatron_a3po.actor.precision import refuse_missing_fp8
-from megatron_a3po.actor.reference import ReferenceWeights
+from megatron_a3po.actor.start_weights import ReferenceWeights
 from megatron_a3po.actor.summary import startup_summary
 from megatron_a3po.algorithm.diagnostics import Totals, combine_numbers, combine_tensors
 from megatron_a3po.algorithm.objective import MAXIMUM_NAMES, PROXIMAL_SECONDS, SUM_NAMES, Objective

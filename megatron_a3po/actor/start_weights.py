@@ -1,6 +1,7 @@
-"""The weights that a run starts from."""
+"""The weights that a run starts from: loaded into the model, and kept as the reference policy of a KL penalty."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.bridge import AutoBridge
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoConfig
@@ -83,3 +85,31 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGrou
         missing = module.load_state_dict(loaded[str(number)], strict=False).missing_keys
         if any(not name.endswith("_extra_state") for name in missing):
             raise CheckpointError(f"{folder}: lacks {', '.join(missing)}; convert the model again")
+
+
+class ReferenceWeights:
+    """A copy of this rank's parameters as they are now."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._kept = _to_host(self._parameters)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the block the model computes with the reference; afterwards with its own weights, bit for bit."""
+        own = _to_host(self._parameters)
+        _copy(self._kept, self._parameters)
+        try:
+            yield
+        finally:
+            _copy(own, self._parameters)
+
+
+def _to_host(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        # Into the storage: Megatron's parameters are views of the buffers that the optimizer knows.
+        target.data.copy_(source)

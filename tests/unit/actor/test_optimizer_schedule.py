@@ -1,11 +1,10 @@
-"""The learning rate of every optimizer step against a closed form; what the masters start from."""
+"""The learning rate of every optimizer step against a closed form."""
 
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_a3po import cpu
 from megatron_a3po.config import OptimizerConfig
@@ -13,7 +12,6 @@ from megatron_a3po.config import OptimizerConfig
 cpu.install()
 
 from megatron_a3po.actor.optimizer import build_schedule  # noqa: E402
-from megatron_a3po.actor.start_weights import forget_initial_values  # noqa: E402
 
 PEAK, LOWEST = 3e-6, 2e-7
 
@@ -84,15 +82,3 @@ def test_the_warm_up_starts_with_a_rate_above_zero_and_reaches_the_highest(sched
 def test_a_warm_up_as_long_as_the_run_ends_at_the_highest_rate(schedule: str) -> None:
     rates = learning_rates(settings(schedule, 6, 0.0), 6)
     assert rates == pytest.approx([PEAK * step / 6 for step in range(1, 7)], rel=1e-12)
-
-
-def test_masters_are_made_of_the_loaded_weights_and_not_of_what_transformer_engine_kept() -> None:
-    """As Transformer Engine 2.20 does it: two methods, set on the parameter."""
-    loaded, plain = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    kept: list[str] = []
-    loaded.get_high_precision_init_val = lambda: torch.full((3,), float("nan"))  # type: ignore[attr-defined]
-    loaded.clear_high_precision_init_val = lambda: kept.append("cleared")  # type: ignore[attr-defined]
-
-    forget_initial_values([loaded, plain])
-
-    assert kept == ["cleared"] and not hasattr(loaded, "get_high_precision_init_val")
