@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.deadlines import scaled
+from tests.support.paths import ROOT
 
 DEADLINE_SECONDS = scaled(120.0)
+CODE_BYTES = 24 << 20
+BARE_PACKAGE = f"""
+import sys, types
+sys.modules["megatron_a3po"] = types.ModuleType("megatron_a3po")
+sys.modules["megatron_a3po"].__path__ = [{str(ROOT / "megatron_a3po")!r}]
+"""
+"""Begins a program that imports only parts of the package, which by itself imports the whole configuration."""
 
 
 def in_own_process[T](function: Callable[..., T], *arguments: Any) -> T:
@@ -18,7 +26,10 @@ def in_own_process[T](function: Callable[..., T], *arguments: Any) -> T:
 
 
 def in_fork[T](function: Callable[..., T], *arguments: Any) -> T:
-    """The same in a fork of this process, which has imported everything; torch computes in one thread there."""
+    """The same in a fork of this process, which has imported everything; torch computes in one thread there.
+
+    The code of libraries that runs there counts as growth: some `CODE_BYTES` at most.
+    """
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("fork"), initializer=_use_one_thread) as pool:
         return pool.submit(function, *arguments).result(DEADLINE_SECONDS)
 

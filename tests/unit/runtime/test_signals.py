@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_a3po.runtime.signals import INTERRUPTED_EXIT_CODE, PREEMPTED_EXIT_CODE
+from megatron_a3po.runtime.waiting import wait_until
+from tests.support.own_process import BARE_PACKAGE
 from tests.support.paths import ROOT
 
 PRELUDE = """
@@ -63,8 +64,7 @@ def start() -> Iterator[Start]:
     processes = []
 
     def start(body: str, **environment: str) -> subprocess.Popen[str]:
-        program = PRELUDE.format(body=textwrap.indent(body, "    "))
-        command = [sys.executable, "-c", program]
+        command = [sys.executable, "-c", program_of(body)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
         processes.append(process)
         assert line(process) == "watching"
@@ -74,6 +74,10 @@ def start() -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def program_of(body: str) -> str:
+    return BARE_PACKAGE + PRELUDE.format(body=textwrap.indent(body, "    "))
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -123,7 +127,7 @@ def test_a_rank_ends_at_once_and_cleans_up(start: Start, number: signal.Signals,
     ("repeated_seconds", "afterwards", "expected"),
     [
         ("0.0", "time.sleep(60)", "cleaned up after SIGTERM"),
-        ("1e9", "time.sleep(1.0); say('goes on')", "goes on"),
+        ("1e9", "time.sleep(0.3); say('goes on')", "goes on"),
     ],
     ids=["later", "the first one by another way"],
 )
@@ -187,7 +191,7 @@ def test_a_second_ctrl_c_ends_a_rank_whose_first_one_was_swallowed(start: Start)
 def test_cleaning_up_is_not_disturbed_by_a_signal_that_comes_twice_nor_by_its_length(start: Start) -> None:
     body = """
 signals._REPEATED_SECONDS = 1e9
-signals._TAKE_SECONDS = 2.0
+signals._TAKE_SECONDS = 1.0
 watch()
 try:
     say("working")
@@ -196,7 +200,7 @@ finally:
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.0)
+        time.sleep(0.5)
 """
     process = start(body)
     assert line(process) == "working"
@@ -327,8 +331,7 @@ for rank in ranks:
 @pytest.mark.parametrize(("whom", "expected"), [("a sibling", "cleaned up after SIGTERM\n"), ("nobody", "asked\n")])
 def test_a_sigterm_after_the_end_of_another_rank_is_torchruns_and_ends_at_once(whom: str, expected: str) -> None:
     body = "preemption = watch()\nwait_for_request(preemption)\nsay('asked')"
-    program = PRELUDE.format(body=textwrap.indent(body, "    "))
-    command = [sys.executable, "-c", RANKS, program, whom]
+    command = [sys.executable, "-c", RANKS, program_of(body), whom]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == expected
 
 
@@ -342,11 +345,8 @@ try:
 finally:
     open({str(tmp_path / "ended")!r}, "w").write(str(preemption.requested_by))
 """
-    program = PRELUDE.format(body=textwrap.indent(body, "    "))
-    command = [sys.executable, "-c", RANKS, program, "the parent"]
+    command = [sys.executable, "-c", RANKS, program_of(body), "the parent"]
     subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    for _ in range(1000):
-        if (tmp_path / "ended").exists() and (tmp_path / "ended").read_text():
-            break
-        time.sleep(0.02)
-    assert (tmp_path / "ended").read_text() == "0", "it was taken for a wish to stop after the step"
+    ended = tmp_path / "ended"
+    wait_until(lambda: (ended.exists() and ended.read_text()) or None, 60.0, look_seconds=0.02)
+    assert ended.read_text() == "0", "it was taken for a wish to stop after the step"
