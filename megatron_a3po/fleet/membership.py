@@ -76,10 +76,10 @@ class Server:
     `state` and all that depends on it change only in the methods of the events.
     """
 
-    def __init__(self, client: SGLangClient, run: str | None = None) -> None:
+    def __init__(self, client: SGLangClient, lease: Lease, run: str | None = None) -> None:
         """run: who publishes, in the labels of the weights."""
         self.client = client
-        self.lease = Lease(client)
+        self.lease = lease
         self.control = ControlCalls()
         self._run = run
         self.info: ServerInfo | None = None

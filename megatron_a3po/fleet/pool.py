@@ -9,7 +9,7 @@ import aiohttp
 from megatron_a3po.config.server_requirements import Demands
 from megatron_a3po.errors import RolloutError, RolloutServerDied
 from megatron_a3po.fleet.client import RequestRefused, SGLangClient
-from megatron_a3po.fleet.lease import LEASE_SECONDS, RETRY_SECONDS
+from megatron_a3po.fleet.lease import Lease
 from megatron_a3po.fleet.membership import Membership, Quarantined, Server
 from megatron_a3po.fleet.protocol import GenerateResponse, ServerInfo, is_unfinished
 from megatron_a3po.fleet.request import Overdue, Patience, ask
@@ -46,7 +46,7 @@ class ServerPool:
         self.clients = list(map(self._make_client, urls))
         self.run = run
         self.timings = timings
-        self.membership = Membership([Server(client, run) for client in self.clients], min_servers)
+        self.membership = Membership([self._make_server(client) for client in self.clients], min_servers)
         self.pause_mode = pause_mode
         self._demands = Demands(pause_mode=pause_mode, longest_request=longest_request)
         self.num_pauses = 0
@@ -60,7 +60,10 @@ class ServerPool:
         client = self._make_client(url)
         if client.url not in (known.url for known in self.clients):
             self.clients.append(client)
-            self.membership.welcome(Server(client, self.run))
+            self.membership.welcome(self._make_server(client))
+
+    def _make_server(self, client: SGLangClient) -> Server:
+        return Server(client, Lease(client, self.timings.lease), self.run)
 
     async def wait_ready(self, timeout_seconds: float) -> list[ServerInfo]:
         """Wait until every server takes requests, lease it to this run, and undo what a dead run has left there.
@@ -80,15 +83,15 @@ class ServerPool:
 
         Raises Occupied when another run that is alive publishes there, RolloutError when the server does not answer.
         """
-        deadline = None
+        deadline, times = None, self.timings.lease
         while not await server.lease.take():
             now = asyncio.get_running_loop().time()
             if deadline is None:
                 # As long as a run that has ended, or a call of this one that was given up, may stand in the way.
-                deadline = now + LEASE_SECONDS + 5 * RETRY_SECONDS
+                deadline = now + times.lease_seconds + 5 * times.retry_seconds
             if now > deadline:
                 raise Occupied(await self.occupied(server))
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(times.retry_seconds)
 
     async def occupied(self, server: Server) -> str:
         """Return the message that another run has the server."""

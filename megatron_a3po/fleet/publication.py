@@ -14,8 +14,8 @@ from megatron_a3po.fleet.client import RequestRefused
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.membership import Server
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.precision import UNQUANTISED, is_unquantised
 from megatron_a3po.fleet.protocol import WeightChecksums, label_request, parse_answer, unfinished_label, version_label
+from megatron_a3po.fleet.server_quantization import UNQUANTISED, is_unquantised
 from megatron_a3po.runtime.background import in_background
 from megatron_a3po.runtime.logging import logger
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.client import KeyRefused, RequestRefused
-from megatron_a3po.fleet.lease import RETRY_SECONDS
 from megatron_a3po.fleet.membership import Server
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import ServerInfo
@@ -65,7 +64,7 @@ async def take_back_leases(pool: ServerPool, timeout_seconds: float) -> None:
                 if not is_told:
                     logger.warning("%s; the publication waits for it", error)
                     is_told = True
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(pool.timings.lease.retry_seconds)
 
     await asyncio.gather(*(take_back(server) for server in pool.membership.members if server.lease.has_run_out))
 

@@ -4,9 +4,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseTimings:
+    """Times of the lease of a server, in seconds."""
+
+    lease_seconds: float = 10.0
+    """A run that was killed has a server for so long."""
+    retry_seconds: float = 1.0
+    call_seconds: float = 5.0
+    """For the answer to one call"""
+    late_seconds: float = 120.0
+    """A later answer of a busy scheduler is not waited for: the machine behind the connection may be gone."""
+
+
+DEFAULT_LEASE_TIMINGS = LeaseTimings()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FleetTimings:
     """Times in seconds, and numbers of attempts."""
 
+    lease: LeaseTimings = DEFAULT_LEASE_TIMINGS
     watch_seconds: float = 1.0
     """Between two looks at the label of a server"""
     missed_answers: int = 5

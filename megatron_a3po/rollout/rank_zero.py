@@ -30,9 +30,8 @@ from megatron_a3po.rollout.rewarder import Rewarder, Shaping
 from megatron_a3po.rollout.sampler import Sampler, Sampling, stop_token_ids
 from megatron_a3po.rollout.state import RolloutState
 from megatron_a3po.runtime.logging import logger
-from megatron_a3po.serving.discovery import find_servers
 from megatron_a3po.serving.local_server import LocalServer, server_arguments
-from megatron_a3po.serving.registry import read_registrations, servers_folder
+from megatron_a3po.serving.registry import find_servers, read_registrations, servers_folder
 from megatron_a3po.types import Trajectory
 
 _CLOSE_SECONDS = 10.0

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -11,18 +12,20 @@ from aiohttp import web
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet import lease as lease_module
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.lease import Lease
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import generate_request, labelled_version, version_label
 from megatron_a3po.fleet.publication import Fleet
+from megatron_a3po.fleet.timings import LeaseTimings
+from tests.support.deadlines import scaled
 from tests.support.scripted_server import FAST, Json, ScriptedServer, answer, close_connection, response
 from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
-LEASE_SECONDS = 2.0
-"""Of which a busy machine may sleep through a part"""
+LEASE_SECONDS = scaled(0.8)
+"""A busy machine may sleep through a part of it."""
+TIMES = LeaseTimings(lease_seconds=LEASE_SECONDS, retry_seconds=0.02)
 FIRST, SECOND = "/runs/first (host a, process 1)", "/runs/second (host b, process 2)"
 StartRun = Callable[..., Awaitable[ServerPool]]
 
@@ -34,15 +37,13 @@ async def server() -> AsyncIterator[ScriptedServer]:
 
 
 @pytest_asyncio.fixture
-async def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartRun]:
-    for module in (lease_module, pool_module):
-        monkeypatch.setattr(module, "LEASE_SECONDS", LEASE_SECONDS)
-        monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+async def start(server: ScriptedServer) -> AsyncIterator[StartRun]:
     pools: list[ServerPool] = []
 
-    async def start(run: str, *urls: str, min_servers: int | None = None) -> ServerPool:
+    async def start(run: str, *urls: str, min_servers: int | None = None, **times: float) -> ServerPool:
+        timings = replace(FAST, lease=replace(TIMES, **times))
         pools.append(
-            ServerPool([server.url, *urls], timeout_seconds=5.0, run=run, min_servers=min_servers, timings=FAST)
+            ServerPool([server.url, *urls], timeout_seconds=5.0, run=run, min_servers=min_servers, timings=timings)
         )
         await asyncio.wait_for(pools[-1].wait_ready(60.0), 60.0)
         return pools[-1]
@@ -88,12 +89,12 @@ async def test_a_second_run_is_refused_with_server_run_and_remedy_and_changes_no
 
 async def test_a_run_has_its_server_for_as_long_as_it_lives(start: StartRun, server: ScriptedServer) -> None:
     first = await start(FIRST)
-    other = Lease(first.clients[0])
+    other = Lease(first.clients[0], TIMES)
     for _ in range(int(2.5 * LEASE_SECONDS / 0.03)):
         assert not await other.take()
         await asyncio.sleep(0.03)
     assert first.membership.servers[0].lease.is_held
-    assert len(server.bodies("/open_session")) > 160
+    assert len(server.bodies("/open_session")) >= int(2.5 * LEASE_SECONDS / 0.03)
 
 
 async def test_the_server_of_a_run_that_died_is_free_a_little_later(start: StartRun, server: ScriptedServer) -> None:
@@ -136,7 +137,7 @@ async def test_a_run_that_stood_still_for_longer_than_a_lease_does_not_take_its_
     start: StartRun, server: ScriptedServer
 ) -> None:
     first = await start(FIRST)
-    lease, other = first.membership.servers[0].lease, Lease(first.clients[0])
+    lease, other = first.membership.servers[0].lease, Lease(first.clients[0], TIMES)
     stand_still(first, server)
     assert await other.take()
     for _ in range(int(2.5 * LEASE_SECONDS / 0.03)):
@@ -149,13 +150,11 @@ async def test_a_run_that_stood_still_for_longer_than_a_lease_does_not_take_its_
 @pytest.mark.parametrize("late_seconds", [0.2, 60.0])
 @pytest.mark.parametrize("num_leases", [0.9, 3.0])
 async def test_a_run_keeps_its_server_whose_scheduler_was_busy(
-    start: StartRun, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, num_leases: float, late_seconds: float
+    start: StartRun, server: ScriptedServer, num_leases: float, late_seconds: float
 ) -> None:
     """Of calls that it has given up, the sessions are opened all the same, and stand in its own way."""
-    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(lease_module, "_LATE_SECONDS", late_seconds)
     async with ScriptedServer() as lonely:
-        run = await start(FIRST, lonely.url, min_servers=1)
+        run = await start(FIRST, lonely.url, min_servers=1, call_seconds=0.2, late_seconds=late_seconds)
         for one in (server, lonely):
             publish(run, one, 3)
         lease = run.membership.servers[0].lease
@@ -170,11 +169,10 @@ async def test_a_run_keeps_its_server_whose_scheduler_was_busy(
 
 
 async def test_a_run_that_took_a_server_while_its_scheduler_was_busy_is_found_soon_after(
-    start: StartRun, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+    start: StartRun, server: ScriptedServer
 ) -> None:
-    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
     async with ScriptedServer() as lonely:
-        run = await start(FIRST, lonely.url, min_servers=1)
+        run = await start(FIRST, lonely.url, min_servers=1, call_seconds=0.2)
         for one in (server, lonely):
             publish(run, one, 3)
         watch = asyncio.create_task(run.watch())
@@ -187,13 +185,10 @@ async def test_a_run_that_took_a_server_while_its_scheduler_was_busy_is_found_so
         watch.cancel()
 
 
-async def test_a_lease_says_when_the_scheduler_has_last_answered(
-    start: StartRun, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+async def test_a_lease_says_when_the_scheduler_has_last_answered(start: StartRun, server: ScriptedServer) -> None:
     before = time.monotonic()
-    run = await start(FIRST)
-    lease, other = run.membership.servers[0].lease, Lease(run.clients[0])
+    run = await start(FIRST, call_seconds=0.2)
+    lease, other = run.membership.servers[0].lease, Lease(run.clients[0], replace(TIMES, call_seconds=0.2))
     assert before < lease.last_answer < time.monotonic() and other.last_answer < before
 
     before = time.monotonic()
@@ -234,7 +229,7 @@ async def test_before_a_publication_a_run_that_stood_still_takes_its_server_anew
         run = await start(FIRST, lonely.url, min_servers=1)
         leases = [one.lease for one in run.membership.servers]
         fleet = Fleet(run, None, timeout_seconds=5.0)  # type: ignore[arg-type]
-        other = Lease(run.clients[0])
+        other = Lease(run.clients[0], TIMES)
         stand_still(run, server, lonely)
         assert await other.take()
         before = len(server.calls)
@@ -250,14 +245,11 @@ async def test_before_a_publication_a_run_that_stood_still_takes_its_server_anew
 async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_time_of_a_call(
     start: StartRun,
     server: ScriptedServer,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     is_free_in_time: bool,
 ) -> None:
-    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(recovery, "RETRY_SECONDS", 0.02)
     async with ScriptedServer() as lonely:
-        run = await start(FIRST, lonely.url, min_servers=1)
+        run = await start(FIRST, lonely.url, min_servers=1, call_seconds=0.2)
         lease = run.membership.servers[0].lease
         fleet = Fleet(run, None, timeout_seconds=60.0 if is_free_in_time else 0.5)  # type: ignore[arg-type]
         server.scheduler_is_free.clear()
@@ -277,12 +269,11 @@ async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_tim
 
 
 async def test_a_call_that_failed_after_it_was_given_up_leaves_no_trace_in_the_log(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.05)
-    monkeypatch.setattr(lease_module, "_LATE_SECONDS", 0.1)
     server.scheduler_is_free.clear()
-    pool = ServerPool([server.url], timeout_seconds=5.0)
+    timings = replace(FAST, lease=LeaseTimings(call_seconds=0.05, late_seconds=0.1))
+    pool = ServerPool([server.url], timeout_seconds=5.0, timings=timings)
     lease = pool.membership.servers[0].lease
     with pytest.raises(RolloutError, match=r"gave no answer within 0\.05 s"):
         await lease.take()

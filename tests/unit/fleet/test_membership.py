@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_a3po.errors import RolloutError, RolloutServerDied
+from megatron_a3po.fleet.lease import Lease
 from megatron_a3po.fleet.membership import TRANSITIONS, Event, Membership, Server, ServerState
 from megatron_a3po.fleet.protocol import ServerInfo
 
@@ -28,7 +29,7 @@ class Clock:
 
 def membership(num_servers: int = 1, min_servers: int | None = None, clock: Clock | None = None) -> Membership:
     clients: list[Any] = [Client(number) for number in range(num_servers)]
-    return Membership([Server(client) for client in clients], min_servers, clock or Clock())
+    return Membership([Server(client, Lease(client)) for client in clients], min_servers, clock or Clock())
 
 
 def happen(servers: Membership, server: Server, event: Event, version: int = 7) -> None:
@@ -205,7 +206,7 @@ def test_a_server_that_is_refused_and_does_not_answer_at_all_loses_no_turn() -> 
 def test_a_new_server_has_not_failed_yet_and_takes_part_with_the_next_publication() -> None:
     servers = membership(1)
     client: Any = Client(1)
-    servers.welcome(Server(client))
+    servers.welcome(Server(client, Lease(client)))
     new = servers.servers[1]
     assert not new.is_member and new.may_return() and servers.counts()["servers_quarantined"] == 1
     servers.take_back(new, ServerInfo())

@@ -5,20 +5,22 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from megatron_a3po.fleet import client as client_module
-from megatron_a3po.fleet import lease as lease_module
 from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
+from megatron_a3po.fleet.timings import LeaseTimings
 from tests.support.scripted_server import FAST, ScriptedServer, answer, close_connection, hang
 from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 SILENCE_SECONDS = 0.2
+TIMES = replace(FAST, lease=LeaseTimings(lease_seconds=SILENCE_SECONDS))
 
 
 class Fleet:
@@ -27,7 +29,7 @@ class Fleet:
     def __init__(self, servers: list[ScriptedServer]) -> None:
         self.servers = servers
         urls = [server.url for server in servers]
-        self.pool = ServerPool(urls, timeout_seconds=SILENCE_SECONDS, min_servers=1, timings=FAST)
+        self.pool = ServerPool(urls, timeout_seconds=SILENCE_SECONDS, min_servers=1, timings=TIMES)
         self.pool.membership.confirm(3)
 
     @property
@@ -63,10 +65,7 @@ async def test_servers_that_are_slow_and_alive_keep_their_place_and_every_respon
     assert fleet.quarantined == []
 
 
-async def test_the_answers_that_the_lease_gets_show_that_a_server_lives(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "LEASE_SECONDS", SILENCE_SECONDS)
+async def test_the_answers_that_the_lease_gets_show_that_a_server_lives(fleet: Fleet) -> None:
     for server in fleet.pool.membership.servers:
         assert await server.lease.take()
     for scripted in fleet.servers:
@@ -77,11 +76,8 @@ async def test_the_answers_that_the_lease_gets_show_that_a_server_lives(
     assert fleet.quarantined == []
 
 
-async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_move(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_move(fleet: Fleet) -> None:
     """Its front end answers all the same."""
-    monkeypatch.setattr(lease_module, "LEASE_SECONDS", SILENCE_SECONDS)
     fleet.keep_alive(1, 2)
     assert await fleet.pool.membership.servers[0].lease.take()
     for path in ("/open_session", "/server_info", "/generate"):

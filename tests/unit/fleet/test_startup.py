@@ -10,20 +10,13 @@ import pytest
 import pytest_asyncio
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.fleet import lease as lease_module
-from megatron_a3po.fleet import pool as pool_module
 from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.timings import LeaseTimings
 from megatron_a3po.runtime import waiting
 from tests.support.scripted_server import DEADLINE_SECONDS, FAST, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
 from tests.unit.rollout.test_collector import wait_until
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (lease_module, pool_module):
-        monkeypatch.setattr(module, "LEASE_SECONDS", 2.0)
-        monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(lease_module, "_CALL_SECONDS", 0.2)
+TIMES = LeaseTimings(lease_seconds=2.0, retry_seconds=0.02, call_seconds=0.2)
 
 
 @pytest_asyncio.fixture
@@ -33,26 +26,24 @@ async def servers() -> AsyncIterator[list[ScriptedServer]]:
 
 
 @asynccontextmanager
-async def pool_of(servers: list[ScriptedServer], min_servers: int | None = None) -> AsyncIterator[ServerPool]:
-    pool = ServerPool(
-        [server.url for server in servers],
-        timeout_seconds=5.0,
-        min_servers=min_servers,
-        timings=replace(FAST, reset_seconds=0.2),
-    )
+async def pool_of(
+    servers: list[ScriptedServer], min_servers: int | None = None, lease: LeaseTimings = TIMES
+) -> AsyncIterator[ServerPool]:
+    timings = replace(FAST, reset_seconds=0.2, lease=lease)
+    urls = [server.url for server in servers]
+    pool = ServerPool(urls, timeout_seconds=5.0, min_servers=min_servers, timings=timings)
     yield pool
     await pool.close()
 
 
 @pytest.mark.parametrize("late_seconds", [0.2, 60.0])
 async def test_a_server_whose_scheduler_is_busy_is_waited_for(
-    servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch, late_seconds: float
+    servers: list[ScriptedServer], late_seconds: float
 ) -> None:
-    monkeypatch.setattr(lease_module, "_LATE_SECONDS", late_seconds)
     servers[1].scheduler_is_free.clear()
-    async with pool_of(servers) as pool:
+    async with pool_of(servers, lease=replace(TIMES, late_seconds=late_seconds)) as pool:
         ready = asyncio.create_task(pool.wait_ready(DEADLINE_SECONDS))
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(1.0)
         assert not ready.done() and pool.membership.servers[0].lease.is_held
         servers[1].scheduler_is_free.set()
         assert len(await ready) == 2
@@ -75,10 +66,10 @@ async def test_what_is_not_ready_in_time_is_left_out_with_what_it_lacked(
 ) -> None:
     servers[1].script(path, action)
     async with pool_of(servers, 1) as pool:
-        assert len(await pool.wait_ready(1.5)) == 1
+        assert len(await pool.wait_ready(1.0)) == 1
         (out,) = pool.membership.quarantined
         assert out.url == servers[1].url
-        assert f"{out.url}: not ready within 1.5 s ({out.url}{path} " in str(out.error)
+        assert f"{out.url}: not ready within 1 s ({out.url}{path} " in str(out.error)
         assert "rollout.start_timeout_seconds" in str(out.error)
     async with pool_of(servers) as pool:
         with pytest.raises(RolloutError, match=rf"{servers[1].url}{path} .*fewer than publish.min_servers = 2"):

@@ -16,8 +16,14 @@ import pytest
 
 from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.client import SGLangClient
-from megatron_a3po.serving.discovery import find_servers
-from megatron_a3po.serving.registry import Registration, deregister, read_registrations, register, remove_ended
+from megatron_a3po.serving.registry import (
+    Registration,
+    deregister,
+    find_servers,
+    read_registrations,
+    register,
+    remove_ended,
+)
 from tests.support.scripted_server import ScriptedServer
 from tests.unit.config.test_server_key import KEY, asks_for_key
 

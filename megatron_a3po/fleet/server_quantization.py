@@ -1,4 +1,7 @@
-"""Whether a server holds its model unquantised, by its own tensors: for a model whose folder is not seen here."""
+"""Find out whether a server holds its model unquantised, by its own tensors.
+
+This is for a model whose folder is not seen here.
+"""
 
 import re
 from typing import Any
@@ -10,22 +13,22 @@ from megatron_a3po.fleet.protocol import WeightChecksums, parse_answer
 from megatron_a3po.runtime.logging import logger
 
 UNQUANTISED = "unquant"
-"""What SGLang calls it"""
+"""SGLang's name for it"""
 _UNQUANTISED_NAME = re.compile(r"[._](weight|bias|sinks)$")
 _CHECKER = "/weights_checker"
 
 
 async def is_unquantised(pool: ServerPool, server: Server) -> bool:
-    """False also where the server does not tell.
+    """Return whether the server's tensors are unquantised; False also where the server does not tell.
 
-    SGLang's checksums tell of no scales of weights in FP8 blocks, and are those of what such weights stand for. But
-    these cannot be skipped, as all others can. Any other quantisation shows in the tensors' names.
+    SGLang's checksums leave out the scales of FP8 blocks, and are those of the values that the blocks stand for. But
+    such weights cannot be skipped, as all others can. Any other quantisation shows in the tensors' names.
     """
     try:
         kept = await _names(pool, server, {"skip_tensor_list": ["weight"]})
         names = await _names(pool, server, {})
     except RolloutError as error:
-        logger.debug("%s does not tell what it holds: %s", server.url, error)
+        logger.debug("%s does not say what it holds: %s", server.url, error)
         return False
     return bool(names) and all(map(_UNQUANTISED_NAME.search, names)) and not any("weight" in name for name in kept)
 
