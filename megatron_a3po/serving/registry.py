@@ -129,9 +129,9 @@ async def find_servers(
         return await wait_until_async(look, timeout_seconds, look_seconds=1.0, remind=remind)
     except TimeoutError:
         raise RolloutError(
-            f"{num_answering} of rollout.num_servers = {number} servers that are registered in {folder} answered "
-            f"within {timeout_seconds:g} s; start more by tools/launch_rollout_servers.py with the configuration of this run, "
-            f"or raise rollout.start_timeout_seconds{others}"
+            f"{num_answering} of rollout.num_servers = {number} servers that are registered in {folder} "
+            f"answered within {timeout_seconds:g} s; start more by tools/launch_rollout_servers.py with the "
+            f"configuration of this run, or raise rollout.start_timeout_seconds{others}"
         ) from None
 
 
