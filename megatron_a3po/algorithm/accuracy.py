@@ -1,4 +1,4 @@
-"""How good a policy is, from several responses to each of a few prompts, and how sure that is."""
+"""Estimate how good a policy is from several responses to each prompt, with confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,10 @@ _Z = 1.959963984540054
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """Chance that at least one is right among k of a prompt's `num_samples` responses, drawn without replacement.
+    """Return the chance that at least one of k responses is right, drawn without replacement from `num_samples`.
 
-    Over responses that are independent this is an unbiased estimate of pass@k (Chen et al. 2021, arXiv 2107.03374).
+    For independent responses this is an unbiased estimate of pass@k (Chen et al. 2021, arXiv 2107.03374). Raises
+    ValueError unless 1 <= k <= num_samples and 0 <= num_right <= num_samples.
     """
     if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
         raise ValueError(f"pass@{k} of {num_right} right among {num_samples} responses")
@@ -18,11 +19,11 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % confidence interval for the mean over prompts like these. `values`: one mean per prompt, at least one.
+    """Return the 95 % confidence interval of the mean over prompts. `values`: one mean per prompt, at least one.
 
-    Responses to one prompt are not independent, so prompts count, not responses. Values in [0, 1] get Wilson's
-    interval, which assumes the largest variance that they can have with this mean: rarely too narrow, and of some width
-    even where all values are equal. Others get the normal one, with their own variance.
+    The sample size is the number of prompts, because responses to one prompt are not independent. Values in [0, 1] get
+    Wilson's interval. It assumes the largest variance that is possible with this mean, so it is rarely too narrow, and
+    it has a width even if all values are equal. Other values get the normal interval with their own variance.
     """
     number, mean = len(values), math.fsum(values) / len(values)
     if all(0.0 <= value <= 1.0 for value in values):

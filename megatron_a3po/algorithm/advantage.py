@@ -1,4 +1,7 @@
-"""From rewards to advantages, by group id: a group may have lost a member, so position in the batch means nothing."""
+"""Turn rewards into advantages.
+
+Trajectories belong together by group id and not by position, because a group may have lost a member.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +21,14 @@ class Advantages:
     """[trajectories] float32"""
     num_groups: int
     num_zero_variance_groups: int
-    """Groups that compare nothing: a single member, or equal rewards"""
+    """Groups without a comparison: one member, or equal rewards"""
 
 
 def compute_advantages(rewards: Tensor, group_ids: Tensor, method: AdvantageMethod = "grpo") -> Advantages:
-    """rewards [trajectories] float, group_ids [trajectories] int64; in float64, then rounded."""
+    """Return the advantages of trajectories by `method`, computed in float64.
+
+    rewards [trajectories] float, group_ids [trajectories] int64.
+    """
     groups = _Groups(rewards.double(), group_ids)
     return Advantages(
         values=_METHODS[method](groups).float(),
@@ -32,16 +38,16 @@ def compute_advantages(rewards: Tensor, group_ids: Tensor, method: AdvantageMeth
 
 
 class _Groups:
-    """Rewards [trajectories] float64 with what the methods need of their groups."""
+    """Rewards [trajectories] float64, with statistics of their groups."""
 
     def __init__(self, rewards: Tensor, group_ids: Tensor) -> None:
         self.rewards = rewards
         _, self._index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
         self.num_groups = len(counts)
-        # Compared instead of subtracted: the mean of equal rewards need not equal them in floats.
+        # Compare rewards directly: in floating point, the mean of equal rewards may differ from them.
         self.equal = self._reduce("amax") == self._reduce("amin")
         self.size = counts[self._index]
-        """[trajectories], of the trajectory's own group, as the next two"""
+        """[trajectories]: size of the trajectory's own group. The next two have the same layout."""
         deviation = rewards - (self._reduce("sum") / counts)[self._index]
         self.deviation = torch.where(self.equal[self._index], 0.0, deviation)
         variance = torch.zeros_like(counts, dtype=rewards.dtype).index_add(0, self._index, self.deviation**2)
@@ -58,7 +64,7 @@ def _grpo(groups: _Groups) -> Tensor:
 
 
 def _dr_grpo(groups: _Groups) -> Tensor:
-    """reward - mean of the group: without the division, hard and easy prompts weigh as they are; arXiv 2503.20783."""
+    """reward - mean of the group, so that the spread of rewards does not weight prompts; arXiv 2503.20783."""
     return groups.deviation
 
 
@@ -68,7 +74,7 @@ def _rloo(groups: _Groups) -> Tensor:
 
 
 def _reinforce_pp(groups: _Groups) -> Tensor:
-    """Reward normalised over the whole batch, without groups; arXiv 2501.03262."""
+    """(reward - mean of the batch) / standard deviation of the batch; arXiv 2501.03262."""
     rewards = groups.rewards
     if bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
@@ -84,10 +90,10 @@ _METHODS: dict[AdvantageMethod, Callable[[_Groups], Tensor]] = {
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """What is added to the rewards of responses near the length limit; DAPO, arXiv 2503.14476, eq. 13.
+    """Return the penalties to add to the rewards of responses near the length limit; DAPO, arXiv 2503.14476, eq. 13.
 
-    0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens. lengths [trajectories] int64;
-    returns float32. buffer_tokens = 0: no penalty.
+    The penalty is 0 up to max_tokens - buffer_tokens and falls linearly to -1 at max_tokens. With buffer_tokens = 0
+    there is none. lengths [trajectories] int64; returns [trajectories] float32.
     """
     if buffer_tokens == 0:
         return torch.zeros(lengths.shape, dtype=torch.float32)

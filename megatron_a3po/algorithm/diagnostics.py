@@ -68,7 +68,7 @@ def combine_numbers(parts: Sequence[Totals[float]]) -> Totals[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenTerms:
-    """The loss's terms per token, all [tokens] and detached; in tokens that are not `used`, finite but meaningless."""
+    """The terms of the loss per token, all [tokens] and detached; finite but meaningless unless `used`."""
 
     loss_mask: Tensor
     used: Tensor
@@ -135,9 +135,9 @@ def measure(terms: TokenTerms, loss_sum: Tensor, max_log_ratio: float) -> Totals
 def summarize(totals: Totals[float]) -> dict[str, float]:
     """Return readable metrics of one training step from the totals over all microbatches and data-parallel ranks.
 
-    KL(behaviour || target) as the estimators k1 = -log rho and k3 = rho - 1 - log rho, where rho is
-    pi_target / pi_behaviour on tokens of the behaviour policy; effective sample size of rho as a share of the tokens.
-    In all three the log of rho is cut to what `measure` was given; "clamped_tokens" says how often.
+    With rho = pi_target / pi_behaviour, KL(behaviour || target) is estimated by k1 = -log rho and
+    k3 = rho - 1 - log rho, and the effective sample size of rho is given as a share of the tokens. All three use
+    log rho cut to the `max_log_ratio` of `measure`; "clamped_tokens" counts the tokens that this changes.
     """
     total = totals.sums
     tokens = total["loss_tokens"]

@@ -1,4 +1,4 @@
-"""The A-3PO loss (arXiv 2512.06547): decoupled PPO around a proximal policy that needs no forward pass of its own."""
+"""The A-3PO loss (arXiv 2512.06547): decoupled PPO around a proximal policy that needs no extra forward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from megatron_a3po.algorithm.proximal import proximal_logprobs
 
 Level = Literal["token", "sequence"]
 MAX_LOG_RATIO = 20.0
-"""Beyond e^20 between target and behaviour, both ratios are those of where the line between them reaches it, so that
-their product and float32 stay finite."""
+"""Largest |log pi_target - log pi_behaviour| in the loss. Beyond it both log ratios shrink by one factor, so that they
+and their product stay finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """The loss of one microbatch, and what is worth knowing about it."""
+    """The loss of one microbatch, with its totals."""
 
     loss_sum: Tensor
     """[] float32 with graph: the masked sum over tokens. The caller divides by the whole batch's loss tokens."""
@@ -40,9 +40,9 @@ def a3po_loss(
     weight_cap: float | None = None,
     weight_cap_mode: Literal["mask", "clamp"] = "mask",
 ) -> LossOutput:
-    """Decoupled PPO around p = stop_gradient(beta * b + (1 - beta) * theta), where beta = 0 or 1 / staleness.
+    """Compute decoupled PPO around p = stop_gradient(beta * b + (1 - beta) * theta).
 
-    Arguments and result as in `decoupled_ppo_loss`.
+    beta is 0 at staleness 0, else 1 / staleness. Arguments and result are those of `decoupled_ppo_loss`.
     """
     return decoupled_ppo_loss(
         target_logprobs,
@@ -77,27 +77,29 @@ def decoupled_ppo_loss(
     sequence_ids: Tensor | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> LossOutput:
-    """- sum_t mask_t * w_t * min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
+    """Compute the loss of decoupled PPO (arXiv 2110.00641) as a sum over tokens:
 
-    with w = pi_proximal / pi_behaviour (no gradient) and r = pi_target / pi_proximal; decoupled PPO, arXiv 2110.00641.
+    - sum_t mask_t * w_t * min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 
-    All tensors [tokens]: log-probs and advantages float32, staleness int64 (for the diagnostics only), mask bool,
-    sequence_ids int64, each below `tokens` (needed by the sequence levels). `target_logprobs` alone carries gradient.
-    `sum_over_ranks`: differentiable sum of a tensor over the ranks that hold other tokens of the same sequences.
+    with w = pi_proximal / pi_behaviour (no gradient) and r = pi_target / pi_proximal.
+
+    All tensors are [tokens]: log-probs and advantages float32, staleness int64 (only for the diagnostics), mask bool,
+    sequence_ids int64, each below `tokens` (only for the sequence levels). Only `target_logprobs` carries gradient.
+    `sum_over_ranks` adds up a tensor, differentiably, over the ranks that hold tokens of the same sequences.
 
     * `dual_clip` bounds the surrogate of negative advantages by dual_clip * |A|, before w; arXiv 1912.09729.
-    * A token whose w exceeds `weight_cap` gives nothing ("mask"), or has w cut to the cap ("clamp"). At the level
-      "sequence" the geometric mean of w over the sequence is compared: then all its tokens give nothing, or their
-      weights are scaled down until that mean is the cap.
-    * `ratio_level` "sequence": r, and w with it, is the geometric mean over the sequence; GSPO, arXiv 2507.18071.
+    * A token with w above `weight_cap` contributes nothing ("mask"), or its w is cut to the cap ("clamp"). At the level
+      "sequence" the cap is compared with the geometric mean of w over the sequence. Above it, all its tokens contribute
+      nothing, or their weights are scaled down until that mean is the cap.
+    * With `ratio_level` "sequence", r and w are geometric means over the sequence; GSPO, arXiv 2507.18071.
 
-    `loss_sum` is a sum: the caller divides by the loss tokens of the whole batch, counted before any cap. Whatever
-    stands in masked positions leaves loss and gradients bit for bit as they are; loss tokens whose log-probs are not
-    finite give nothing and are counted.
+    The caller divides `loss_sum` by the loss tokens of the whole batch, counted before any cap. Values in masked
+    positions do not change a bit of loss and gradients. Loss tokens with log-probs that are not finite contribute
+    nothing and are counted. Raises ValueError if a sequence level is used without sequence_ids.
     """
     used = loss_mask & target_logprobs.isfinite() & behaviour_logprobs.isfinite() & proximal.isfinite()
 
-    # Replaced before exp: in a branch that torch.where does not take, the gradient would be 0 * inf = NaN.
+    # Replace them before exp: otherwise the gradient of the branch that torch.where drops would be 0 * inf = NaN.
     theta = torch.where(used, target_logprobs, 0.0)
     b = torch.where(used, behaviour_logprobs, 0.0)
     p = torch.where(used, proximal.detach(), 0.0)
@@ -151,7 +153,7 @@ def kl_to_reference(
 def _cap(
     w: Tensor, compared: Tensor, used: Tensor, cap: float | None, mode: Literal["mask", "clamp"]
 ) -> tuple[Tensor, Tensor]:
-    """The weight that is applied, and which tokens the cap changed. `compared`: w, or the mean of its sequence."""
+    """Return the weight to apply and the tokens that the cap changed. `compared`: w, or its mean over the sequence."""
     if cap is None:
         return w, torch.zeros_like(used)
     capped = used & (compared > cap)
@@ -161,21 +163,21 @@ def _cap(
 def _sequence_mean(
     values: Tensor, used: Tensor, sequence_ids: Tensor | None, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Mean over the used tokens of each sequence, at each of its used tokens; 0 elsewhere. With gradient."""
+    """Return, at each used token, the mean over the used tokens of its sequence; 0 elsewhere. Differentiable."""
     if sequence_ids is None:
         raise ValueError("a loss at the level of sequences needs sequence_ids")
     index = torch.where(used, sequence_ids, 0)
     per_token = torch.stack([torch.where(used, values, 0.0), used.to(values.dtype)])
-    # There are at most as many sequences as tokens, and that number is the same on ranks that share the sequences.
+    # Use the number of tokens as a bound on the number of sequences: ranks that share sequences have the same.
     totals, counts = sum_over_ranks(torch.zeros_like(per_token).index_add(1, index, per_token))
     return torch.where(used, (totals / counts.clamp(min=1))[index], 0.0)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp with the argument cut to +-MAX_LOG_RATIO; the gradient passes as if it were not."""
+    """Return exp of the log ratio cut to +-MAX_LOG_RATIO. The gradient ignores the cut."""
     return _with_value(log_ratio, log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
 
 def _with_value(tensor: Tensor, value: Tensor) -> Tensor:
-    """`value`, with the gradient of `tensor`."""
+    """Return `value` with the gradient of `tensor`."""
     return tensor - tensor.detach() + value

@@ -22,14 +22,14 @@ _MEANS = (
     "importance_weight_error",
     "ratio_error",
 )
-"""Reported as means over loss tokens; the errors are those of the approximation against a forward pass."""
+"""Reported as means over loss tokens. The errors compare the approximation with a forward pass."""
 PROXIMAL_SECONDS = "proximal_seconds"
 SUM_NAMES, MAXIMUM_NAMES = (*SUMS, *_MEANS), (*MAXIMA, PROXIMAL_SECONDS)
-"""Of all totals that an objective may report"""
+"""Names of all totals that an objective may report"""
 
 
 class Objective:
-    """The loss of one training step by the chosen method. Its only state is a clock."""
+    """The loss of a training step by the chosen method. Its only state is a clock."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Objective:
     ) -> tuple[Tensor, Totals[Tensor]]:
         """Return the sum of the tokens' losses and its totals. `logprobs`, `entropy`: [tokens] float32 with graph.
 
-        `fresh_staleness`, of tokens that `version` sampled, is 1 from the second optimizer step on a batch on: the
-        weights have moved, and at 0 such a token would have no trust region.
+        `fresh_staleness` is the staleness of tokens that `version` sampled. From the second optimizer step on a batch
+        it is 1, because the weights have moved, and at 0 these tokens would have no trust region.
         """
         staleness = version - microbatch.weight_versions
         staleness = torch.where(staleness == 0, fresh_staleness, staleness)
@@ -114,12 +114,13 @@ class Objective:
 
     @contextmanager
     def counting_proximal_seconds(self) -> Iterator[None]:
+        """Add the time of the block to `proximal_seconds`."""
         start = time.perf_counter()
         yield
         self.proximal_seconds += time.perf_counter() - start
 
     def _proximal(self, logprobs: Tensor, microbatch: Microbatch, staleness: Tensor) -> Tensor:
-        """log pi_proximal, [tokens] float32 without gradient."""
+        """Return log pi_proximal, [tokens] float32 without gradient."""
         match self._method:
             case "recompute":
                 assert microbatch.recomputed_logprobs is not None
@@ -145,7 +146,7 @@ class Objective:
 
 
 def _errors(theta: Tensor, b: Tensor, p: Tensor, recomputed: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far p, w and r are from those of decoupled PPO, summed over the loss tokens whose log-probs are finite."""
+    """Return the errors of p, w and r against those of decoupled PPO, summed over loss tokens with finite log-probs."""
 
     def total(ours: Tensor, theirs: Tensor) -> Tensor:
         difference = (ours - theirs).abs()

@@ -1,7 +1,7 @@
-"""The proximal policy, which the trust region is measured against. A-3PO's is interpolated, not computed.
+"""Interpolate the proximal policy, which is the centre of the trust region (A-3PO, arXiv 2512.06547).
 
-arXiv 2512.06547: between the policy that sampled a token and the policy being trained, nearer to the latter the staler
-the token is. None of the methods here needs a forward pass; decoupled PPO's own ("recompute") takes one in `actor`.
+It lies between the policy that sampled a token and the policy in training, nearer to the latter for staler tokens.
+Nothing here needs a forward pass. The proximal policy of decoupled PPO ("recompute") needs one, in `actor`.
 """
 
 from collections.abc import Callable
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 Schedule = Literal["inverse", "inverse_sqrt"] | float
-"""How the behaviour policy's weight falls with staleness d >= 1: 1/d (the paper), 1/sqrt(d), or a constant."""
+"""The weight of the behaviour policy at staleness d >= 1: 1/d (the paper), 1/sqrt(d), or a constant"""
 Anchor = Literal["target", "behaviour"]
-"""Which policy a fresh token (d = 0) is measured against."""
+"""The proximal policy of a fresh token (d = 0)"""
 
 
 def behaviour_weight(staleness: Tensor, schedule: Schedule = "inverse", fresh_anchor: Anchor = "target") -> Tensor:
-    """beta, the weight of the behaviour policy, in [0, 1]; float32 of the shape of `staleness` (integer, >= 0).
+    """Return beta, the weight of the behaviour policy in [0, 1]; float32, shaped like `staleness` (integer, >= 0).
 
-    Fresh tokens have beta = 0, or with the anchor "behaviour" (AReaL's choice) 1.
+    Fresh tokens have beta = 0, or 1 with the anchor "behaviour" (AReaL's choice).
     """
     d = staleness.clamp(min=1).float()
     if schedule == "inverse":
@@ -38,9 +38,9 @@ def proximal_logprobs(
     schedule: Schedule = "inverse",
     fresh_anchor: Anchor = "target",
 ) -> Tensor:
-    """log pi_proximal = beta * log pi_behaviour + (1 - beta) * log pi_target, without gradient.
+    """Return log pi_proximal = beta * log pi_behaviour + (1 - beta) * log pi_target, without gradient.
 
-    All tensors [tokens]; log-probs float32. The result lies between the two log-probs.
+    All tensors are [tokens], log-probs float32. The result lies between the two log-probs.
     """
     beta = behaviour_weight(staleness, schedule, fresh_anchor)
     return beta * behaviour_logprobs + (1 - beta) * target_logprobs.detach()
@@ -53,7 +53,7 @@ def linear_proximal_logprobs(
     schedule: Schedule = "inverse",
     fresh_anchor: Anchor = "target",
 ) -> Tensor:
-    """log(beta * pi_behaviour + (1 - beta) * pi_target): the same interpolation of probabilities instead of logs."""
+    """Return log(beta * pi_behaviour + (1 - beta) * pi_target): interpolate probabilities instead of their logs."""
     beta = behaviour_weight(staleness, schedule, fresh_anchor)
     return torch.logaddexp(beta.log() + behaviour_logprobs, (1 - beta).log() + target_logprobs.detach())
 
@@ -61,4 +61,4 @@ def linear_proximal_logprobs(
 Interpolation = Callable[[Tensor, Tensor, Tensor, Schedule, Anchor], Tensor]
 """(target log-probs, behaviour log-probs, staleness, schedule, anchor), of [tokens] each, to log pi_proximal"""
 INTERPOLATIONS: dict[str, Interpolation] = {"loglinear": proximal_logprobs, "linear": linear_proximal_logprobs}
-"""By the names that `proximal` has in a configuration"""
+"""By the values of `proximal` in a configuration"""

@@ -1,4 +1,4 @@
-"""Trajectories as a few typed tensors, to cross a file or to travel from rank 0 to every rank: nothing is pickled."""
+"""Encode trajectories as a few typed tensors, for files and to send them from rank 0. Nothing is pickled."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megatron_a3po.types import FinishReason, Trajectory
 
 
 class TrajectoryRow(NamedTuple):
-    """What a trajectory has that is not per token."""
+    """The values of a trajectory that are not per token."""
 
     prompt_id: str
     group_id: int
@@ -25,7 +25,7 @@ class TrajectoryRow(NamedTuple):
 
 
 class EncodedTrajectories(NamedTuple):
-    """Any number of trajectories, one behind the other."""
+    """Any number of trajectories, with concatenated tensors."""
 
     rows: Sequence[TrajectoryRow]
     token_ids: Tensor
@@ -37,7 +37,7 @@ class EncodedTrajectories(NamedTuple):
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> EncodedTrajectories:
-    """Copies of the tensors, bit for bit."""
+    """Concatenate trajectories. The tensors are copied bit for bit."""
     return EncodedTrajectories(
         [
             TrajectoryRow(
@@ -58,7 +58,7 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> EncodedTrajectori
 
 
 def decode_trajectories(encoded: EncodedTrajectories) -> list[Trajectory]:
-    """What `encode_trajectories` was given, as views. Raises ValueError or RuntimeError where lengths do not match."""
+    """Return the trajectories, as views. Raises ValueError or RuntimeError if lengths do not match."""
     lengths = [row.num_tokens for row in encoded.rows]
     responses = [row.num_tokens - row.prompt_length for row in encoded.rows]
     parts = zip(
@@ -87,9 +87,9 @@ def decode_trajectories(encoded: EncodedTrajectories) -> list[Trajectory]:
 def broadcast_trajectories(
     trajectories: Sequence[Trajectory] | None, group: dist.ProcessGroup | None = None
 ) -> list[Trajectory]:
-    """The trajectories that rank 0 passes, on every rank; the others pass None. Collective over `group`.
+    """Return rank 0's trajectories on every rank. The other ranks pass None. Collective over `group`.
 
-    Four tensors travel: a JSON header (UTF-8) with everything that is not per token, token ids, behaviour log-probs,
+    Four tensors are sent: a JSON header (UTF-8) with all that is not per token, token ids, behaviour log-probs and
     weight versions.
     """
     sizes = torch.zeros(3, dtype=torch.int64)

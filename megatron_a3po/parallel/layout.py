@@ -1,4 +1,4 @@
-"""The ranks of a run: from torchrun's environment to torch.distributed."""
+"""Take a rank of the run from torchrun's environment into torch.distributed."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ _NO_LIMIT = timedelta(days=30)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
-    """Who this process is. Without torchrun: the only rank."""
+    """The rank of this process. Without torchrun it is the only one."""
 
     rank: int
     world_size: int
@@ -23,6 +23,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> Self:
+        """Read torchrun's variables."""
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -31,10 +32,10 @@ class RankInfo:
 
 
 def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_seconds: float) -> dist.ProcessGroup:
-    """Join the default process group: gloo for tensors on the CPU, NCCL for those on a GPU.
+    """Join the default process group, which uses gloo for tensors on a CPU and NCCL for those on a GPU.
 
-    Returns a second group of all ranks in which they wait for rank 0, which may itself wait long for rollout servers.
-    It needs no limit of its own: when rank 0 ends, its connections do.
+    Returns the `gloo_group`: a second group of all ranks, in which the others wait for rank 0. Rank 0 may wait long for
+    rollout servers, so this group has no time limit. It needs none: the connections end when rank 0 ends.
     """
     _allow_open_files()
     if device == "cuda":
@@ -53,7 +54,7 @@ def init_distributed(info: RankInfo, device: Literal["cuda", "cpu"], timeout_sec
 
 
 def _allow_open_files() -> None:
-    """Each of Megatron's groups connects all of its ranks by gloo too: of 256 ranks, one has some 1,600 connections."""
+    """Raise the limit of open files: at 256 ranks, gloo's connections in Megatron's groups are some 1,600 per rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -61,18 +62,19 @@ def _allow_open_files() -> None:
 
 
 def _let_segments_grow() -> None:
-    """Every pack has another length, which fragments fixed segments of GPU memory. The user's own settings remain.
+    """Use growing segments of GPU memory, unless the user has set the allocator.
 
-    Not in the environment: rollout servers would inherit it, and share memory among processes by other means.
+    Packs differ in length, which fragments fixed segments. This is not set in the environment, because rollout servers
+    would inherit it. They share memory among processes by other means.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _store(info: RankInfo, timeout: timedelta) -> dist.Store:
-    """torchrun's store, in which restarted ranks do not find the addresses of those that ended before."""
+    """Return torchrun's store, with a prefix that hides the addresses of ranks from before a restart."""
     store, _, _ = next(dist.rendezvous("env://", info.rank, info.world_size, timeout=timeout))
-    # With several nodes the counts of the nodes may differ; there torchrun has to be told to make a new store:
+    # On several nodes the restart counts may differ. There, torchrun itself has to make a new store:
     # docs/checkpoints.md, "Launchers".
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,4 +1,4 @@
-"""Combine named statistics of the last pipeline stage over ranks, and add up parts of a loss over ranks."""
+"""Combine named statistics over ranks, and add up parts of a loss over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

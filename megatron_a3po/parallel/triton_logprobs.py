@@ -1,8 +1,8 @@
-"""The forward of `linear_logprobs_and_entropy` as one Triton kernel, for CUDA.
+"""The forward pass of `linear_logprobs_and_entropy` as one Triton kernel, for CUDA.
 
-Each program owns some tokens and one slice of the vocabulary. It walks over the slice in tiles: a tile of logits is
-computed in registers, folded into the four running floats of its tokens, and forgotten. The backward needs no kernel of
-its own: it is matrix products over tiles, which the library's are the fastest for.
+Each program owns some tokens and one slice of the vocabulary. It computes the slice's logits tile by tile in registers
+and folds each tile into four running floats per token. The backward pass has no kernel: it consists of matrix products
+over tiles, for which the library is fastest.
 """
 
 import torch
@@ -14,19 +14,19 @@ from megatron_a3po.errors import TrainingError
 
 _BLOCK_TOKENS, _BLOCK_COLUMNS, _BLOCK_HIDDEN = 64, 128, 64
 _MIN_PROGRAMS = 264
-"""Two for each of an H100's multiprocessors: with few tokens the vocabulary is cut into more slices."""
+"""Two for each multiprocessor of an H100. With few tokens, the vocabulary is cut into more slices."""
 _EXCLUDED = tl.constexpr(-1e30)
 
 
 def local_statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, first: int, num_real_columns: int, temperature: float
 ) -> Tensor:
-    """[slices, 4, tokens] float32, to be merged: maximum, sum of e^(z - maximum), the same weighted by that, and z_y.
+    """Return [slices, 4, tokens] float32, to be merged over the slices.
 
-    hidden [tokens, hidden size] and weight [columns, hidden size] of one dtype, products accumulated in float32;
-    labels [tokens] int64 in the whole vocabulary, of which this rank's columns start at `first`; columns from
-    `num_real_columns` on, if there are so many, are padding. z is the logit over the temperature, z_y the label's, 0
-    where it is elsewhere.
+    The four are the maximum of z, the sum of e^(z - maximum), that sum weighted by z - maximum, and the label's z or 0
+    if its column is elsewhere; z is the logit over the temperature. hidden [tokens, hidden size] and weight
+    [columns, hidden size] have one dtype; products are accumulated in float32. labels [tokens] int64: in the whole
+    vocabulary, in which this rank's columns start at `first`. Columns from `num_real_columns` on are padding.
     """
     num_tokens, hidden_size = hidden.shape
     num_columns = weight.shape[0]
@@ -56,11 +56,11 @@ def local_statistics(
 
 
 def check_kernel(device: torch.device) -> None:
-    """Compare the kernel with double precision on a small problem. Raises TrainingError.
+    """Compare the kernel with double precision on a small problem. Raises TrainingError if it is wrong.
 
-    A kernel that is wrong on some GPU or with some compiler trains on wrong log-probs without a sign.
+    Otherwise a kernel that fails on some GPU or with some compiler would silently train on wrong log-probs.
     """
-    # One rank with padding, and the first and the last of two, the last with padding.
+    # (first, num_real_columns) of one rank with padding, of the first of two ranks, and of the last, with padding.
     cases = [(0, 650), (0, 1350), (700, 650)]
     # Triton's interpreter, on a CPU, cannot multiply bf16.
     dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
@@ -73,7 +73,7 @@ def check_kernel(device: torch.device) -> None:
 
 
 def _difference(device: torch.device, dtype: torch.dtype, first: int, num_real_columns: int) -> float:
-    """Of the log of the normaliser, the mean logit below the maximum, and the label's, over 100 tokens."""
+    """Return the largest error of log normaliser, mean logit below the maximum, and label's logit over 100 tokens."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(100, 192, generator=generator).to(dtype)
     weight = torch.randn(700, 192, generator=generator).to(dtype)
@@ -136,7 +136,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
         is_real = (columns < num_real_columns)[None]
         z = tl.where(is_real, z * inverse_temperature, _EXCLUDED)
 
-        # The last block reaches into the next rank's columns, whose labels are not here.
+        # The last block may reach into the next rank's columns, whose labels do not count here.
         label_logit += tl.sum(tl.where(is_real & (columns[None] == label_columns[:, None]), z, 0.0), 1)
         new_maximum = tl.maximum(maximum, tl.max(z, 1))
         shift = maximum - new_maximum

@@ -1,7 +1,8 @@
-"""Log-probs and entropy of a vocab-parallel output layer. What is gathered is four floats per token and rank.
+"""Log-probs and entropy of a vocab-parallel output layer, from which only four floats per token and rank are gathered.
 
-Both functions walk over tiles of float32 logits. One takes its tiles from logits that are there; the other computes
-them from the hidden states, in the forward and again in the backward, so that the logits never exist as a whole.
+Both functions process float32 logits in tiles. `logprobs_and_entropy` reads the tiles from given logits.
+`linear_logprobs_and_entropy` computes them from hidden states, in the forward and again in the backward pass, so that
+the logits never exist as a whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 _TILE_ELEMENTS = 1 << 19
-"""Float32 logits at a time on a CPU: 2 MiB, which stay in its cache."""
+"""Float32 logits of a tile on a CPU: 2 MiB, which stay in its cache"""
 _TILE_ELEMENTS_CUDA = 1 << 26
-"""On a GPU: 256 MiB, against which the time to launch a kernel is nothing."""
+"""On a GPU: 256 MiB, so large that the time to launch a kernel does not count"""
 _TILE_ROWS = 1024
-"""Tokens of a tile that is computed: enough for a matrix product to run at full speed."""
+"""Tokens of a computed tile: enough for a matrix product at full speed"""
 _EXCLUDED = -1e30
-"""Stands for padded vocabulary. Finite, since an infinity would make the entropy 0 * inf."""
+"""Logit of padded vocabulary. It is finite, since an infinity would make the entropy 0 * inf."""
 
 _MakeTile = Callable[[slice, slice], Tensor]
 """(rows, columns) -> a fresh float32 tile of unscaled logits"""
@@ -32,15 +33,15 @@ def logprobs_and_entropy(
     vocab_size: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each label, entropy of each distribution), both [tokens] float32, equal on every rank of `tp_group`.
+    """Return the log-prob of each label and the entropy of each distribution, both [tokens] float32.
 
-    logits [tokens, vocab/tp], this rank's columns, any float dtype, not modified. labels [tokens] int64 in the whole
-    vocabulary, equal on all ranks. `vocab_size`: the vocabulary without its padding; columns from there on count for
-    nothing. `tp_group` None: one rank. The entropy carries gradient only with `with_entropy`. The gradient of a token's
-    logits is 0 where those of its log-prob and entropy are, even if the logits are not finite.
+    Both are equal on every rank of `tp_group`; None means one rank. logits [tokens, vocab/tp]: this rank's columns, any
+    float dtype, not modified. labels [tokens] int64: in the whole vocabulary, equal on all ranks. `vocab_size` is the
+    vocabulary without padding; later columns are ignored. The entropy carries gradient only with `with_entropy`. The
+    gradient of a token's logits is 0 if those of its log-prob and entropy are 0, even if the logits are not finite.
 
-    Collectives: one all-gather of four floats per token, whatever the mask; none in the backward. The merge follows the
-    rank order, so that the result is the same on every rank and in every run.
+    Collectives: one all-gather of four floats per token in the forward pass, whatever the mask; none in the backward
+    pass. Ranks are merged in their order, so that the result is the same on every rank and in every run.
     """
     logprobs, entropy = _FromLogits.apply(logits, labels, tp_group, temperature, vocab_size)
     return logprobs, entropy if with_entropy else entropy.detach()
@@ -56,16 +57,16 @@ def linear_logprobs_and_entropy(
     vocab_size: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_and_entropy` of hidden @ weight.T, fused with that product: the logits exist one tile at a time.
+    """Return `logprobs_and_entropy` of hidden @ weight.T, one tile of logits at a time.
 
-    hidden [tokens, hidden size], equal on every rank; weight [vocab/tp, hidden size], this rank's rows of the output
-    layer or of the tied embedding; both of one float dtype, multiplied and accumulated in float32. A hidden state that
-    is not finite itself makes the gradient of `weight` NaN, by 0 * NaN, as it does those of the layers below.
+    hidden [tokens, hidden size]: equal on every rank. weight [vocab/tp, hidden size]: this rank's rows of the output
+    layer or of the tied embedding. Both have one float dtype; products are accumulated in float32. A hidden state that
+    is not finite makes the gradient of `weight` NaN (0 * NaN), as it does for the layers below.
 
-    Collectives: the forward's all-gather of four floats per token; in the backward one all-reduce of the gradient of
-    `hidden`, which is therefore whole on every rank. The backward computes the tiles a second time: four matrix
-    products instead of three, for memory that grows neither with the vocabulary nor, but for the gradient of `hidden`,
-    with the tokens.
+    Collectives: one all-gather of four floats per token in the forward pass; one all-reduce of the gradient of `hidden`
+    in the backward pass, which makes it whole on every rank. The backward pass computes the tiles again: four matrix
+    products instead of three. In return, memory does not grow with the vocabulary, and with the tokens only by the
+    gradient of `hidden`.
     """
     logprobs, entropy = _FromHidden.apply(hidden, weight, labels, tp_group, temperature, vocab_size)
     return logprobs, entropy if with_entropy else entropy.detach()
@@ -138,14 +139,14 @@ def _product_of(hidden: Tensor, weight: Tensor) -> _MakeTile:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product in float32; on a GPU, of factors in the dtype of `right`, with the tensor cores' accumulators."""
+    """Multiply matrices in float32. A GPU multiplies in the dtype of `right` and accumulates in float32."""
     if right.is_cuda and right.dtype != torch.float32:
         return torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 class _Head:
-    """The softmax over all ranks' columns, seen from one rank; tile by tile in both directions."""
+    """One rank's part of the softmax over all ranks' columns, tile by tile in both directions."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class _Head:
         self._temperature = temperature
 
     def statistics(self, make_tile: _MakeTile, tile_shape: tuple[int, int]) -> Tensor:
-        """[4, tokens] over this rank's columns: maximum, the two sums of `_merge`, and the label's z if it is here."""
+        """Return [4, tokens] over this rank's columns: maximum, the two sums of `_merge`, and the label's z or 0."""
         local = self._labels.new_zeros(4, len(self._labels), dtype=torch.float32)
         local[0] = _EXCLUDED
         for rows, columns in self._tiles(tile_shape):
@@ -177,8 +178,8 @@ class _Head:
         return local
 
     def statistics_by_kernel(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """The same, computed on a GPU without tiles in memory."""
-        # Triton asks for a driver when its kernels are defined, so not where there is no GPU.
+        """Return the same as `statistics`, computed on a GPU without tiles in memory."""
+        # Triton needs a driver to define kernels, so import this only where there is a GPU.
         from megatron_a3po.parallel.triton_logprobs import local_statistics
 
         slices = local_statistics(
@@ -192,11 +193,11 @@ class _Head:
         return torch.cat([_merge(slices[:, :3]), slices[:, 3].sum(0)[None]])
 
     def over_all_ranks(self, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropy [tokens], and [2, tokens] for the backward: maximum, and log of the sum above it."""
+        """Return log-probs and entropy [tokens], and [2, tokens] for the backward: maximum, log of the sum above it."""
         gathered = _all_gather(local, self._tp_group)
         maximum, normaliser, weighted = _merge(gathered[:, :3])
 
-        # The maximum comes off the logits first and is never added to the normaliser: large ones would round it away.
+        # Subtract the maximum from the logits first: added to the normaliser, a large one would round it away.
         log_normaliser = normaliser.log()
         logprobs = gathered[:, 3].sum(0) - maximum - log_normaliser
         return logprobs, log_normaliser - weighted / normaliser, torch.stack([maximum, log_normaliser])
@@ -210,7 +211,7 @@ class _Head:
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(rows, columns, gradient of the unscaled logits), float32, tile by tile."""
+        """Yield (rows, columns, gradient of the unscaled logits in float32) tile by tile."""
         asked = torch.zeros_like(self._labels, dtype=torch.bool)
         if grad_logprobs is not None:
             asked |= grad_logprobs != 0
@@ -218,7 +219,7 @@ class _Head:
         if grad_entropy is not None:
             asked |= grad_entropy != 0
             grad_entropy = grad_entropy / self._temperature
-        # All bits of a row or none: where its logits are not finite, a factor of 0 would leave NaN.
+        # Clear rows by their bits: a factor of 0 would leave NaN where logits are not finite.
         bits = torch.where(asked, -1, 0).to(torch.int32)
         for rows, columns in self._tiles(tile_shape):
             z = self._scale(make_tile(rows, columns), columns)
@@ -246,21 +247,21 @@ class _Head:
                 yield slice(row, row + rows), slice(column, min(column + columns, self._num_columns))
 
     def _scale(self, z: Tensor, columns: slice) -> Tensor:
-        """Divide by the temperature and exclude the padded vocabulary, in place."""
+        """Divide by the temperature and exclude padded vocabulary, in place."""
         z.div_(self._temperature)
         if columns.stop > self._num_real_columns:
             z[:, max(self._num_real_columns - columns.start, 0) :] = _EXCLUDED
         return z
 
     def _label_columns(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Column of each label in the tile (some column, where it is elsewhere), and whether it is there."""
+        """Return each label's column in the tile, and whether it is there; elsewhere the column is any."""
         column = self._labels[rows] - (self._first + columns.start)
         mine = (column >= 0) & (column < columns.stop - columns.start)
         return torch.where(mine, column, 0), mine
 
 
 def _all_gather(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """[4, tokens] of every rank, as [ranks, 4, tokens]."""
+    """Gather [4, tokens] of every rank as [ranks, 4, tokens]."""
     if tp_group is None or tp_group.size() == 1:
         return local[None]
     gathered = [torch.empty_like(local) for _ in range(tp_group.size())]
@@ -269,7 +270,7 @@ def _all_gather(local: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _merge(parts: Tensor) -> Tensor:
-    """[parts, 3, tokens] -> [3, tokens]: maximum, sum of e^(z - maximum), and the same sum weighted by z - maximum."""
+    """Merge [parts, 3, tokens] into [3, tokens]: maximum, sum of e^(z - maximum), that sum weighted by z - maximum."""
     maxima, normalisers, weighted = parts.unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
