@@ -1,4 +1,4 @@
-"""Sampling from servers as they are, without publishing to them."""
+"""Sample from servers as they are, without publishing to them."""
 
 import asyncio
 from pathlib import Path
@@ -10,10 +10,10 @@ from megatron_a3po.fleet.protocol import ModelInfo, is_unfinished, label_request
 
 
 async def adopt_weights(pool: ServerPool, model: Path) -> str:
-    """Take the servers' weights as this run's, and return what they are: the published version, or else the model's
-    folder, from which they were started then.
+    """Take the servers' weights for this run's, and return what they are.
 
-    Only for servers that no other run publishes to. Raises RolloutError where they do not hold the same version, or
+    That is the published version, or else the model's folder, from which the servers were started. Only for servers
+    that no other run publishes to. Raises RolloutError where they do not hold the same version, or
     hold none and were started from another folder.
     """
     members = pool.membership.members
@@ -40,7 +40,7 @@ async def adopt_weights(pool: ServerPool, model: Path) -> str:
 
 
 def _check_folder(server: Server, model: Path) -> None:
-    """Raises RolloutError where the server was not started from the model's folder."""
+    """Raise RolloutError where the server was not started from the model's folder."""
     served = server.info.model_path if server.info is not None else ""
     if Path(served).resolve() != model.resolve():
         raise RolloutError(

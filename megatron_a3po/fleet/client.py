@@ -1,4 +1,4 @@
-"""One rollout server over HTTP."""
+"""Calls to one rollout server over HTTP."""
 
 import ipaddress
 import math
@@ -13,7 +13,7 @@ from megatron_a3po.fleet.protocol import GenerateResponse, ModelInfo, ServerInfo
 
 
 class RequestRefused(RolloutError):
-    """The server is well, and does not do what it was asked for (status 4xx)."""
+    """The server works and refuses what it was asked for (status 4xx)."""
 
 
 class KeyRefused(RolloutError):
@@ -21,11 +21,11 @@ class KeyRefused(RolloutError):
 
 
 _DESCRIBE_SECONDS = 30.0
-"""SGLang's scheduler takes part in the answer, and may be in a batch."""
+"""For /server_info: SGLang's scheduler takes part in the answer, and may be in a batch."""
 
 
 def is_loopback(url: str) -> bool:
-    """Whether no other machine reaches this address."""
+    """Return whether no other machine can reach this address."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -34,26 +34,27 @@ def is_loopback(url: str) -> bool:
 
 
 class SGLangClient:
-    """Calls of one SGLang server. Every failure is a RolloutError that holds the server's own words."""
+    """The client of one SGLang server. Every failure is a RolloutError that holds the server's own words."""
 
     def __init__(
         self, url: str, session: aiohttp.ClientSession, timeout_seconds: float, key: str | None = None
     ) -> None:
-        """timeout_seconds: of calls that name none of their own. key: sent with every call."""
+        """timeout_seconds: for calls that name none of their own. key: sent with every call."""
         self.url = url.rstrip("/")
         self.in_flight = 0
-        """Requests under way, for balancing; counted by the pool, from its choice on."""
+        """Requests under way, which the pool counts from its choice on, to find the least busy server"""
         self._session = session
         self._timeout_seconds = timeout_seconds
         self._headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
 
     async def generate(self, request: dict[str, Any]) -> list[GenerateResponse]:
-        """However long it takes."""
+        """Return the responses to a request, however long they take."""
         answer = await self._call("POST", "/generate", request, timeout_seconds=None)
         answers = answer if isinstance(answer, list) else [answer]
         return [parse_answer(GenerateResponse, item, f"{self.url}/generate") for item in answers]
 
     async def is_ready(self) -> bool:
+        """Return whether the server takes requests."""
         try:
             await self._call("GET", "/ready", None, timeout_seconds=5.0)
         except RolloutError:
@@ -61,7 +62,7 @@ class SGLangClient:
         return True
 
     async def problem(self) -> str | None:
-        """Why it gives no usable answer; None if it does."""
+        """Return why the server gives no usable answer; None if it does."""
         try:
             await self.model_info()
         except RolloutError as error:
@@ -69,23 +70,30 @@ class SGLangClient:
         return None
 
     async def weight_version(self) -> str | None:
-        """The label of its weights; None without an answer. Also told while generation is paused, when `/health` may
-        fail."""
+        """Return the label of the server's weights; None without an answer.
+
+        A server whose generation is paused answers, too, when `/health` may fail.
+        """
         try:
             return (await self.model_info()).weight_version
         except RolloutError:
             return None
 
     async def model_info(self) -> ModelInfo:
+        """Ask which weights the server holds."""
         answer = await self._call("GET", "/model_info", None, timeout_seconds=10.0)
         return parse_answer(ModelInfo, answer, f"{self.url}/model_info")
 
     async def server_info(self) -> ServerInfo:
+        """Ask how the server was started."""
         answer = await self._call("GET", "/server_info", None, timeout_seconds=_DESCRIBE_SECONDS)
         return parse_answer(ServerInfo, answer, f"{self.url}/server_info")
 
     async def post(self, path: str, body: dict[str, Any], timeout_seconds: float | None = None) -> Any:
-        """The decoded answer of a POST. Raises RolloutError on any status but 200, RolloutServerDied without answer."""
+        """Return the decoded answer of a POST.
+
+        Raises RolloutError on any status but 200, RolloutServerDied without an answer.
+        """
         return await self._call("POST", path, body, timeout_seconds or self._timeout_seconds)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_seconds: float | None) -> Any:

@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread of its own, so that rollouts go on while the main thread trains."""
+"""An asyncio event loop in a thread of its own, in which rollouts go on while the main thread trains."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class EventLoopThread:
-    """`run` waits for a coroutine's result, `submit` does not. The waiting main thread stays open to signals."""
+    """The thread and its loop. The main thread stays open to signals while it waits for a result."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -16,9 +16,11 @@ class EventLoopThread:
         self._thread.start()
 
     def submit[T](self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine in the loop, without waiting for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run[T](self, work: Coroutine[Any, Any, T], timeout_seconds: float | None = None) -> T:
+        """Wait for the result of a coroutine in the loop."""
         return self.submit(work).result(timeout_seconds)
 
     def close(self) -> None:

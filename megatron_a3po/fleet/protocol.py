@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface as data: what is sent, what comes back (SGLang 0.5.23)."""
+"""The HTTP interface of SGLang 0.5.23 as data: requests and answers."""
 
 import math
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ _WHOLE_DISTRIBUTION = {
     "min_new_tokens": 0,
     "ignore_eos": False,
 }
-"""Log-probs are reported of it, so it must be what tokens are drawn from, whatever a server prefers."""
+"""Servers report log-probs of the whole distribution, so tokens must be drawn from it, whatever a server prefers."""
 
 
 class _Answer(BaseModel):
@@ -28,6 +28,8 @@ class _Answer(BaseModel):
 
 
 class FinishReasonInfo(_Answer):
+    """Why a response ended."""
+
     type: FinishReason
     message: str | None = None
 
@@ -41,6 +43,8 @@ class VersionSpan(_Answer):
 
 
 class MetaInfo(_Answer):
+    """What a server says about one response."""
+
     # Metadata of a request that was aborted while queued lacks most keys, so all of them have a default.
     finish_reason: FinishReasonInfo
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
@@ -48,14 +52,18 @@ class MetaInfo(_Answer):
 
 
 class GenerateResponse(_Answer):
+    """One response."""
+
     output_ids: list[int] = []
     meta_info: MetaInfo
 
 
 class ServerInfo(_Answer):
+    """How a server was started, from `/server_info`."""
+
     model_path: str = ""
     quantization: str | None = None
-    """as asked for on the command line; None: as the model's folder says"""
+    """As asked for on the command line; None: as the model's folder says"""
     tp_size: int = 1
     enable_priority_scheduling: bool = False
     disable_radix_cache: bool = False
@@ -67,28 +75,32 @@ class ServerInfo(_Answer):
     pp_size: int = 1
     dp_size: int = 1
     startup_time: Any = None
-    """How long the parts of its start took, to the microsecond: another process has other figures."""
+    """How long the parts of the start took, to the microsecond, so that every process has other figures"""
 
 
 class ModelInfo(_Answer):
+    """Which weights a server holds, from `/model_info`."""
+
     weight_version: str = ""
     load_format: str | None = None
-    """"dummy": the server was started with random weights, and has read no others from files since."""
+    """"dummy": the server was started with random weights and has read no others from files since."""
 
 
 class RankChecksums(_Answer):
+    """The checksums of one rank of a server."""
+
     checksums: dict[str, str]
     """By the server's own names of its tensors"""
 
 
 class WeightChecksums(_Answer):
-    """Of `/weights_checker`. Where each rank runs (`parallelism_info`) is left out: it differs between servers."""
+    """The answer of `/weights_checker`, without `parallelism_info`, which differs between servers."""
 
     ranks: Annotated[list[RankChecksums], Field(min_length=1)]
 
 
 def parse_answer[Model: BaseModel](model: type[Model], answer: Any, source: str) -> Model:
-    """Raises RolloutError, which names the `source`."""
+    """Validate an answer. Raises RolloutError, which names the `source`."""
     try:
         return model.model_validate(answer)
     except ValidationError as error:
@@ -96,27 +108,27 @@ def parse_answer[Model: BaseModel](model: type[Model], answer: Any, source: str)
 
 
 def version_label(version: int | str, run: str | None) -> str:
-    """What a server is told that its weights are: the number, and the run that published it, if it says who it is."""
+    """Return the label of a version: its number, and the run that published it, if it has a name."""
     return f"{version} of {run}" if run is not None else str(version)
 
 
 def unfinished_label(version: int | str, run: str | None) -> str:
-    """What a server is told before the first part of a version comes. No token is sampled under it."""
+    """Return the label of a server from the first part of a version to its last. No token is sampled under it."""
     return _UNFINISHED + version_label(version, run)
 
 
 def is_unfinished(label: str) -> bool:
-    """Whether the server holds parts of one version and parts of another."""
+    """Return whether the label says that the server may hold parts of two versions."""
     return label.startswith(_UNFINISHED)
 
 
 def label_request(label: str) -> dict[str, Any]:
-    """Body of `/update_weight_version`, which by default aborts all requests."""
+    """Return the body of `/update_weight_version`, which by default would abort all requests."""
     return {"new_version": label, "abort_all_requests": False}
 
 
 def labelled_version(label: str) -> int | None:
-    """None: a label that no run has given."""
+    """Return the version number of a label; None for a label that no run has given."""
     number, _, _ = label.partition(" of ")
     return int(number) if number.isdecimal() else None
 
@@ -129,7 +141,7 @@ def generate_request(
     temperature: float,
     priority: int,
 ) -> dict[str, Any]:
-    """Body of `/generate`. A list of prompts gives a list of responses; so does `num_samples` above 1."""
+    """Return the body of `/generate`. A list of prompts gives a list of responses; so does `num_samples` above 1."""
     sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "n": num_samples, **_WHOLE_DISTRIBUTION}
     return {"input_ids": token_ids, "sampling_params": sampling, "return_logprob": True, "priority": priority}
 
@@ -137,7 +149,7 @@ def generate_request(
 def to_trajectory(
     response: GenerateResponse, *, prompt_id: str, group_id: int, prompt_ids: tuple[int, ...], reward: float
 ) -> Trajectory:
-    """Check that ids, log-probs and version spans cover the same tokens, and keep the server's own version labels.
+    """Return the response as a trajectory, after a check that ids, log-probs and versions cover the same tokens.
 
     A log-prob that is not finite (null in JSON) is for the loss to drop and count. Raises RolloutError.
     """

@@ -1,4 +1,4 @@
-"""`python -m sglang.launch_server`, with the key that it asks for from the environment.
+"""Start `python -m sglang.launch_server` with a key from the environment.
 
 On a command line the key would be seen by everybody, and SGLang 0.5.23 writes it into its log and its /server_info.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Run the server until it ends."""
     start_watchdog()  # SGLang starts threads, and processes that end with it only once they have imported everything
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _protect(server_args: "ServerArgs", key: str) -> None:
-    """Have all endpoints but those of health ask for the key, and SGLang hide it as it hides keys of watermarks."""
+    """Make all endpoints except those of health ask for the key, and SGLang hide it as it hides keys of watermarks."""
     from sglang.srt.sampling.watermarking import core as redaction
     from sglang.srt.utils.common import build_server_info
 

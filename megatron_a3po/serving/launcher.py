@@ -1,4 +1,4 @@
-"""Rollout servers of one machine for a run that is elsewhere: started, registered, started again when they end."""
+"""Keep the rollout servers of one machine running for a run elsewhere: start, register and restart them."""
 
 import http.client
 import ipaddress
@@ -23,16 +23,16 @@ from megatron_a3po.serving.registry import Registration, deregister, register, s
 
 MAX_RESTARTS = 3
 RESTART_WINDOW_SECONDS = 1800.0
-"""A server that ends more often within such a time, or cannot be started again for so long, is given up."""
+"""A server that ends more often than MAX_RESTARTS within this time, or cannot be restarted for so long, is given up."""
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 2.0
 
 type MakeServer = Callable[[int | None], LocalServer]
-"""A server at a port; None: at a free one"""
+"""Makes a server at a port; None stands for a free one."""
 
 
 def check_host(host: str, key: str | None) -> None:
-    """Raises ConfigError when servers cannot be bound to it, or must not without a key."""
+    """Check that servers may be bound to an address. Raises ConfigError when they cannot, or must not without a key."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET)
         addresses = [ipaddress.ip_address(str(entry[4][0])) for entry in found]
@@ -57,7 +57,7 @@ def check_host(host: str, key: str | None) -> None:
 
 
 def share_gpus(gpus: Sequence[str], per_server: int) -> list[Sequence[str]]:
-    """The GPUs of each server. Raises ConfigError where they do not divide."""
+    """Return the GPUs of each server. Raises ConfigError where they do not divide into servers."""
     if not gpus or len(gpus) % per_server:
         raise ConfigError(
             f"{len(gpus)} GPUs{f' ({",".join(gpus)})' if gpus else ''} do not make servers of "
@@ -67,7 +67,10 @@ def share_gpus(gpus: Sequence[str], per_server: int) -> list[Sequence[str]]:
 
 
 def server_maker(config: RunConfig, *, gpus: Sequence[str] | None, host: str, key: str | None) -> MakeServer:
-    """gpus: None: on the CPU. Raises ConfigError where the folder of the run cannot be made."""
+    """Return a function that makes servers as the configuration says.
+
+    gpus: None stands for the CPU. Raises ConfigError where the folder of the run cannot be made.
+    """
     logs, arguments = make_log_folder(config.run_dir), server_arguments(config.rollout)
     model = config.model.absolute()  # whoever asks the server may run in another folder
 
@@ -80,10 +83,10 @@ def server_maker(config: RunConfig, *, gpus: Sequence[str] | None, host: str, ke
 
 
 class KeptServer:
-    """A server that is registered while it runs and started again when it has ended. A context manager.
+    """A server that is registered while it runs and restarted when it has ended. A context manager.
 
-    What a folder does not allow at one time, for example since a disk is full, is told once and tried again. Only what
-    cannot be started at first, or for RESTART_WINDOW_SECONDS later on, will not be.
+    What a folder does not allow at one time, for example because a disk is full, is reported once and tried again. The
+    server is given up when it cannot be started at first, or not for RESTART_WINDOW_SECONDS later on.
     """
 
     def __init__(
@@ -96,13 +99,13 @@ class KeptServer:
         self._restarts: list[float] = []
         self._server: LocalServer | None = None
         self._address: tuple[str, int] | None = None
-        """Where the server has run before"""
+        """The address at which the server ran before"""
         self._ended: set[str] = set()
-        """URLs whose registrations are to be taken back"""
+        """URLs whose registrations are to be removed"""
         self._failing: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Raises RolloutError when it cannot be started."""
+        """Start the server. Raises RolloutError when it cannot be started."""
         try:
             self._start()
         except OSError as error:
@@ -115,7 +118,7 @@ class KeptServer:
         self._stop()
 
     def look(self) -> None:
-        """Do what is due: register the server when it is ready, start it again when it has ended."""
+        """Do what is due: register the server when it is ready, restart it when it has ended."""
         self._take_back()
         if self.is_given_up:
             return
@@ -218,9 +221,10 @@ class KeptServer:
 
 
 def keep_running(servers: Sequence[KeptServer], stop: threading.Event) -> bool:
-    """Until `stop` is set: True; or until every server is given up: False. At the end none runs or is registered.
+    """Keep the servers running until `stop` is set, or until every server is given up.
 
-    To be called in the main thread: a server ends when the thread that started it does.
+    Returns True in the first case. At the end no server runs or is registered. Call it in the main thread: a server
+    ends when the thread that started it does.
     """
     with ExitStack() as stack:
         for server in servers:
@@ -240,7 +244,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _status(url: str) -> int:
-    """Of a GET without the key; 0 without an answer."""
+    """Return the status of a GET without the key; 0 without an answer."""
     # Without the proxies of the environment, which know nothing of this machine's servers.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

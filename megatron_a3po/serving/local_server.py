@@ -1,4 +1,4 @@
-"""A rollout server of this machine: ended with the run or the launcher that has started it."""
+"""A rollout server on this machine, which ends with the run or the launcher that started it."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ _NOT_FOR_SERVERS = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_ALLOC_CONF", "PYT
 
 
 def server_arguments(rollout: RolloutConfig) -> list[str]:
-    """SGLang's, as the configuration asks for them."""
+    """Return the command-line arguments of SGLang that the configuration asks for."""
     return ["--tp-size", str(rollout.server_tensor_parallel), *rollout.server_arguments]
 
 
@@ -44,7 +44,7 @@ def _sglang_command(server: "LocalServer") -> list[str]:
 
 
 class LocalServer:
-    """One SGLang process tree on this machine. Use as a context manager."""
+    """One SGLang process tree on this machine. A context manager."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LocalServer:
         key: str | None = None,
         make_command: Callable[["LocalServer"], list[str]] = _sglang_command,
     ) -> None:
-        """gpus: as CUDA_VISIBLE_DEVICES names them; None: on the CPU. port: None: a free one. key: that it asks for."""
+        """gpus: as CUDA_VISIBLE_DEVICES names them, None for the CPU. port: None: a free one. key: what it demands."""
         self.model, self.log_file, self.arguments = model, log_file, arguments
         self.gpus = gpus
         self.host = host
@@ -106,7 +106,7 @@ class LocalServer:
         return self._process.pid
 
     def describe_death(self) -> str | None:
-        """What to tell the user when the process has ended; None while it runs."""
+        """Return what to tell the user when the process has ended; None while it runs."""
         status = self._process.poll() if self._process is not None else None
         if status is None:
             return None
@@ -129,7 +129,7 @@ class LocalServer:
 
 
 def _shared_memory(process: psutil.Process) -> list[Path]:
-    """The named shared memory that a process has open, and that nobody removes once it is killed."""
+    """Return the named shared memory that a process has open, which nobody removes once the process is killed."""
     with suppress(psutil.Error):
         return [Path(area.path) for area in process.memory_maps() if area.path.startswith("/dev/shm/")]
     return []
