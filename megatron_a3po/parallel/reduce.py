@@ -42,6 +42,8 @@ def _pack(values: Mapping[str, Tensor], names: Sequence[str], zeros: Tensor) -> 
     """Return the values in the order of `names`, in which every rank sends them."""
     if unknown := values.keys() - set(names):
         raise ValueError(f"no rank expects {sorted(unknown)}")
+    if not names:
+        return zeros
     return torch.stack([values.get(name, zero) for name, zero in zip(names, zeros, strict=True)])
 
 

@@ -86,6 +86,15 @@ def _reduce() -> None:
         device=torch.device("cpu"),
     )
 
+    nothing = reduce_named(
+        ({}, local[1]) if local is not None else None,
+        sums=(),
+        maxima=("rank",),
+        data_group=stages[rank // 2],
+        pipeline_group=pipelines[rank % 2],
+        device=torch.device("cpu"),
+    )
+    assert nothing == ({}, {"rank": 3.0}), nothing
     expected = {"once": 7.0, "large": 2.0**54, "negative": -5.0, "half": 1.0}, {"absent": 0.0, "rank": 3.0}
     assert sums_and_maxima == expected, sums_and_maxima
     print(f"rank {rank} knows", flush=True)
