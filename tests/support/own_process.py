@@ -1,5 +1,6 @@
 """Measurements of a process's memory, in a process where nothing else takes any."""
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -10,7 +11,6 @@ from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
 
 DEADLINE_SECONDS = scaled(120.0)
-CODE_BYTES = 24 << 20
 BARE_PACKAGE = f"""
 import sys, types
 sys.modules["megatron_a3po"] = types.ModuleType("megatron_a3po")
@@ -26,10 +26,7 @@ def in_own_process[T](function: Callable[..., T], *arguments: Any) -> T:
 
 
 def in_fork[T](function: Callable[..., T], *arguments: Any) -> T:
-    """The same in a fork of this process, which has imported everything; torch computes in one thread there.
-
-    The code of libraries that runs there counts as growth: some `CODE_BYTES` at most.
-    """
+    """The same in a fork of this process, which has imported everything; torch computes in one thread there."""
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("fork"), initializer=_use_one_thread) as pool:
         return pool.submit(function, *arguments).result(DEADLINE_SECONDS)
 
@@ -41,11 +38,15 @@ def _use_one_thread() -> None:
 
 
 def peak_growth(work: Callable[[], object]) -> int:
-    """By how many bytes this process's resident memory exceeds at most, during the work, what it was before."""
+    """Return by how many bytes the memory that this process has for itself grows at most during the work.
+
+    Pages of files, such as the code of libraries that a fork touches for the first time, do not count.
+    """
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _status_bytes("VmRSS")
+    before, files_before = _status_bytes("VmRSS"), _status_bytes("RssFile")
     work()
-    return _status_bytes("VmHWM") - before
+    return _status_bytes("VmHWM") - before - max(_status_bytes("RssFile") - files_before, 0)
 
 
 def _status_bytes(line: str) -> int:
