@@ -1,20 +1,20 @@
-"""Every error that a user may see. The message names the value that was wrong and what to do about it."""
+"""Errors that a user may see. Each message names the wrong value and the remedy."""
 
 
 class A3poError(Exception):
-    """Base of all errors that end a run with a message instead of a traceback."""
+    """Base class of errors that end a run with a message instead of a traceback."""
 
 
 class ConfigError(A3poError):
-    """The configuration cannot run as written: one message lists every mistake."""
+    """The configuration cannot run as written. One message lists all mistakes."""
 
 
 class RunFinished(A3poError):
-    """The run has made all of its steps: there is nothing to do, and nothing wrong."""
+    """The run has made all of its steps already, so there is nothing to do."""
 
 
 class DataError(A3poError):
-    """The task or dataset cannot give the prompts that the run asks for."""
+    """The task or dataset cannot give the prompts that the run needs."""
 
 
 class RewardError(A3poError):
@@ -22,7 +22,7 @@ class RewardError(A3poError):
 
 
 class RolloutError(A3poError):
-    """A rollout server gave no usable answer."""
+    """A rollout server gave no valid answer."""
 
 
 class RolloutServerDied(RolloutError):
@@ -30,15 +30,15 @@ class RolloutServerDied(RolloutError):
 
 
 class PublishError(A3poError):
-    """Weights did not reach a rollout server, or the server does not compute with the weights that were sent."""
+    """Weights did not reach a rollout server, or it does not compute with the weights that were sent."""
 
 
 class CheckpointError(A3poError):
-    """A checkpoint could not be written, or is not what was written."""
+    """A checkpoint could not be written, or its files are not those that were written."""
 
 
 class TrainingError(A3poError):
-    """The training step met numbers that it must not learn from."""
+    """A training step found numbers that it must not learn from."""
 
 
 class VersionError(A3poError):

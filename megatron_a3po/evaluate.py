@@ -1,4 +1,4 @@
-"""Evaluation of a model folder, or of what running servers hold, without training."""
+"""Evaluate a model folder, or the weights that running servers hold, without training."""
 
 from megatron_a3po.config import RunConfig
 from megatron_a3po.config.model_folder import has_megatron_weights
@@ -9,10 +9,10 @@ from megatron_a3po.runtime.logging import logger
 
 
 def evaluate(config: RunConfig, name: str) -> list[DatasetResult]:
-    """Sample the prompts of all evaluation datasets as an evaluation in training does, through the same servers.
+    """Sample and score the prompts of all evaluation datasets, as an evaluation during training does.
 
-    Responses and results go to `config.run_dir/evaluations/name`. Raises ConfigError, DataError, RolloutError,
-    RewardError.
+    Responses and results are written to `config.run_dir/evaluations/name`. Raises ConfigError if that folder has
+    results already or local servers cannot read the model, and DataError, RolloutError or RewardError.
     """
     if config.rollout.servers == "local" and has_megatron_weights(config.model):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Run the training loop."""
 
 import torch
 
@@ -22,8 +22,9 @@ from megatron_a3po.weights.build import build_publisher
 def train(config: RunConfig, preemption: Preemption | None = None) -> None:
     """Train by A-3PO: sample ahead of the trainer, learn from slightly stale responses, publish after every step.
 
-    Collective over the ranks that torchrun started. Everything that the run leaves is in `config.run_dir`; if there is
-    a checkpoint, the run goes on from there. Raises Preempted when `preemption` has asked a rank to stop.
+    Collective over the ranks that torchrun started. Resumes from the checkpoint that `config.resume` chooses. The run
+    leaves config.resolved.yaml, metrics.jsonl, summary.json, report.html, tensorboard/, logs/, checkpoints/,
+    evaluations/ and exported models in `config.run_dir`. Raises Preempted if `preemption` has asked a rank to stop.
     """
     preemption = preemption or Preemption()
     info, timer = RankInfo.from_environment(), PhaseTimer()
@@ -60,7 +61,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
                 if config.evaluation.is_due(step, config.num_steps):
                     metrics |= rollouts.evaluate(step)
                 recorder.step(step, metrics)
-                # Before the checkpoint: killed in between, the run makes the step and its exports again.
+                # Export before the checkpoint, so that a run killed in between makes the step and its exports again.
                 for name in config.checkpoint.exports(step, config.num_steps):
                     save_hf_folder(publisher.tensors(), config.model, config.run_dir / name, rank=info.rank)
                 checkpoints.save_if_due(step, actor, rollouts.state)
@@ -68,7 +69,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
 
 
 def batch_advantages(batch: list[Trajectory], config: RunConfig) -> Advantages:
-    """Rewards, shaped by length, relative to their groups."""
+    """Turn the rewards of a batch, with the penalty for overlong responses, into advantages."""
     lengths = torch.tensor([trajectory.response_length for trajectory in batch])
     rewards = torch.tensor([trajectory.reward for trajectory in batch])
     rewards += overlong_penalty(lengths, config.rollout.max_new_tokens, config.algorithm.overlong_buffer_tokens)

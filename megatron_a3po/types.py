@@ -1,4 +1,4 @@
-"""What travels between the parts, in one layout only (packed, never padded), and names that several parts share."""
+"""Types and names that several parts share. Tensors have one layout: packed, never padded."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from torch import Tensor
 
 
 class FinishReason(StrEnum):
+    """Why a rollout server ended a response."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -15,11 +17,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """One sampled response with everything its rollout server knew about it. Held by every rank, on the CPU."""
+    """One sampled response with all that its rollout server reported. Every rank holds it, on the CPU."""
 
     prompt_id: str
     group_id: int
-    """Issue number of the group; the responses to one prompt share it."""
+    """Issue number of the group, which the responses to one prompt share"""
     token_ids: Tensor
     """[prompt + response] int64"""
     prompt_length: int
@@ -28,13 +30,13 @@ class Trajectory:
     weight_versions: Tensor
     """[response] int64; changes inside a response when weights were published meanwhile"""
     reward: float
-    """NaN where none was asked for"""
+    """NaN if no reward was asked for"""
     finish_reason: FinishReason
     reward_reason: str = ""
-    """Why it got this reward, in one word, where the scorer tells"""
+    """The scorer's reason for this reward in one word, if it gives one"""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the lengths do not belong together; nothing is broadcast or cut later."""
+        """Raise ValueError if the lengths do not match: nothing is broadcast or cut later."""
         lengths = self.behaviour_logprobs.shape, self.weight_versions.shape
         if self.prompt_length < 1 or lengths != ((self.response_length,), (self.response_length,)):
             raise ValueError(
@@ -59,9 +61,9 @@ class TrajectoryGroup:
 class Microbatch:
     """Packed sequences, shifted so that position t predicts `labels[t]`. All [tokens], on the rank's device.
 
-    Under context parallelism `tokens` are this rank's: of the 2c equal chunks of every sequence, rank r of c has r and
-    2c - 1 - r, so that causal attention costs each rank the same. Padding has an all-false mask: behind each sequence,
-    up to whole chunks, and as a last sequence of its own.
+    Under context parallelism, `tokens` are those of this rank. Every sequence has 2c equal chunks, and rank r of c
+    holds chunks r and 2c - 1 - r, so that causal attention costs the same on each rank. Padding stands behind each
+    sequence, up to whole chunks, and as a last sequence of its own. Its mask is false.
     """
 
     token_ids: Tensor
@@ -84,14 +86,14 @@ class Microbatch:
     """[sequences + 1] int32, bounds of the whole sequences with their padding, over all context-parallel ranks"""
     max_seqlen: int
     recomputed_logprobs: Tensor | None = None
-    """float32, of the policy at the start of the step by a forward pass of its own; last pipeline stage only"""
+    """float32, by a forward pass of the policy before the step; only on the last pipeline stage"""
     reference_logprobs: Tensor | None = None
-    """float32, of the frozen reference policy; last pipeline stage only"""
+    """float32, of the frozen reference policy; only on the last pipeline stage"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """What the parallel layout asks of the token counts of a microbatch, and which part of it is this rank's."""
+    """The multiples that the parallel layout needs in a microbatch, and the part of it that this rank holds."""
 
     context_size: int = 1
     context_rank: int = 0
@@ -109,6 +111,7 @@ class Alignment:
         return math.lcm(self.sequence_multiple, self.context_size * self.rank_multiple)
 
     def aligned(self, length: int) -> int:
+        """Return the length of a sequence with its padding."""
         return -(-length // self.sequence_multiple) * self.sequence_multiple
 
 

@@ -1,4 +1,4 @@
-"""The training side: Megatron-Core models, built by megatron-bridge, trained on vocab-parallel log-probs."""
+"""The training side: Megatron-Core models, built by megatron-bridge and trained on vocab-parallel log-probs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def build_actor(config: RunConfig, *, device: torch.device, timer: PhaseTimer) -> PolicyActor:
-    """This rank's actor. Collective; the default process group must exist."""
+    """Build this rank's actor. Collective over all ranks; the default process group must exist."""
     if config.device == "cpu":
         from megatron_a3po import cpu
 
         cpu.install()
-    # Megatron decides when it is imported which device and which modules there are, so not before that.
+    # Import this last: Megatron decides at its import which device and which modules exist.
     from megatron_a3po.actor.actor import PolicyActor
 
     return PolicyActor(config, device=device, timer=timer)

@@ -1,4 +1,4 @@
-"""The policy that is trained: one or several optimizer steps per batch of trajectories."""
+"""Train the policy: one or several optimizer steps per batch of trajectories."""
 
 import dataclasses
 import itertools
@@ -37,14 +37,14 @@ _DIFFERENCE = "logprob_difference"
 
 
 class PolicyActor:
-    """This rank's part of the policy. All methods are collective: every rank calls them with the same trajectories."""
+    """This rank's part of the policy. All methods are collective; every rank calls them with the same arguments."""
 
     def __init__(self, config: RunConfig, *, device: torch.device, timer: PhaseTimer) -> None:
         self._config = config
         self._device = device
         self._timer = timer
         self.version = 0
-        """Weight version: the number of training steps so far, each of which is followed by a publication."""
+        """Weight version: the number of training steps so far. A publication follows each of them."""
         fusions = detect_fusions()
         if config.precision == "fp8":
             capability = torch.cuda.get_device_capability() if device.type == "cuda" else None
@@ -68,7 +68,7 @@ class PolicyActor:
         config, model = self._config, self.model
         output_layer = choose_output_layer(config, self._architecture)
         if output_layer == "fused" and self._device.type == "cuda":
-            # Triton asks for a driver when its kernels are defined, so not where there is no GPU.
+            # Triton needs a driver to define kernels, so import this only where there is a GPU.
             from megatron_a3po.parallel.triton_logprobs import check_kernel
 
             check_kernel(self._device)
@@ -81,11 +81,11 @@ class PolicyActor:
         )
 
     def train_step(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> dict[str, float]:
-        """An optimizer step on each minibatch; the version goes up by one. Returns metrics, equal on every rank.
+        """Make an optimizer step on each minibatch and count the version up by one.
 
-        advantages [trajectories] float32. Raises TrainingError when an advantage or too many log-probs of a minibatch
-        are not finite, before its step, and when too many steps in a row had a gradient that is not finite;
-        VersionError for a token of no version, or of a later one than this.
+        advantages [trajectories] float32. Returns metrics, equal on every rank. Raises TrainingError before the step of
+        a minibatch if an advantage or too many log-probs are not finite, and after too many steps in a row with a
+        gradient that is not finite.
         """
         self._refuse_broken(trajectories, advantages)
         with self._timer.phase("train"):
@@ -114,18 +114,18 @@ class PolicyActor:
                 )
 
     def plan_save(self, folder: Path) -> TrainingStateSave:
-        """How weights, optimizer and version get into an empty folder that all ranks see."""
+        """Plan how weights, optimizer and version are written into an empty folder that all ranks see."""
         return plan_save(folder, self.model, self.optimizer, self.version)
 
     def load(self, folder: Path, *, same_layout: bool) -> None:
-        """Go on from what such a save wrote, in this or another parallel layout."""
+        """Load what a save wrote. `same_layout`: whether the parallel layout is that of the save."""
         self.version = load_training_state(folder, self.model, self.optimizer, same_layout=same_layout)
 
     def compare_logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Largest |trainer's log-prob - server's log-prob| over response tokens, which this version must have sampled.
+        """Return the largest |trainer's log-prob - server's log-prob| over the response tokens, as a metric.
 
-        Raises PublishError for a token of another version, and for a difference over the configured limit. No
-        trajectories, no comparison.
+        Without trajectories, returns no metric. Raises PublishError if another version sampled a token, or if the
+        difference exceeds publish.max_logprob_difference.
         """
         if not trajectories:
             return {}
@@ -157,12 +157,12 @@ class PolicyActor:
         return self._reduce(reports, sums=(), maxima=(_DIFFERENCE,)).maxima[_DIFFERENCE]
 
     def _minibatches(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[list[Microbatch]]:
-        """This data-parallel rank's share of each minibatch, packed."""
+        """Pack this data-parallel rank's share of each minibatch."""
         parts = split_groups([trajectory.group_id for trajectory in trajectories], self._config.actor.minibatches)
         return [self._microbatches([trajectories[index] for index in part], advantages[part]) for part in parts]
 
     def _microbatches(self, trajectories: Sequence[Trajectory], advantages: Tensor) -> list[Microbatch]:
-        """This data-parallel rank's share, packed."""
+        """Pack this data-parallel rank's share of the trajectories."""
         groups, actor = self.model.groups, self._config.actor
         lengths = [self._alignment.aligned(trajectory.token_ids.numel() - 1) for trajectory in trajectories]
         interleaved = len(self.model.chunks) > 1
@@ -185,10 +185,10 @@ class PolicyActor:
         ]
 
     def _with_forward_passes(self, minibatches: list[list[Microbatch]]) -> list[list[Microbatch]]:
-        """Add the log-probs, by the weights of before the first step, that the objective needs beside the training."""
+        """Add the log-probs that the objective needs, by the weights before the first step or the reference's."""
         self.objective.proximal_seconds = 0.0
         if self.objective.needs_recomputed_logprobs:
-            # Only where it is the proximal policy: a comparison is no cost of the method.
+            # Count the time only if this is the proximal policy. A comparison is not a cost of the method.
             counted = (
                 self.objective.counting_proximal_seconds() if self._config.proximal == "recompute" else nullcontext()
             )
@@ -205,7 +205,7 @@ class PolicyActor:
             lambda logprobs, _entropy, _microbatch: (logprobs.sum(), logprobs.clone()),
             forward_only=True,
         )
-        # Only the last stage has them, and only the last stage computes the loss.
+        # Only the last stage has reports, and only the last stage computes the loss.
         if not reports:
             return minibatches
         remaining = iter(reports)
@@ -244,7 +244,7 @@ class PolicyActor:
     def _reduce(
         self, reports: Sequence[Totals[Tensor]], *, sums: Sequence[str], maxima: Sequence[str]
     ) -> Totals[float]:
-        """Combine the reports of all microbatches on all ranks. reports: of the last pipeline stage, else empty."""
+        """Combine the reports of all microbatches on all ranks. Stages other than the last pass none."""
         local = combine_tensors(reports)
         total, largest = reduce_named(
             (local.sums, local.maxima) if reports else None,

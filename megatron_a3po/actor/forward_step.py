@@ -1,8 +1,8 @@
-"""One microbatch through Megatron's pipeline schedule. The only place that knows Megatron's own divisions.
+"""Run microbatches through Megatron's pipeline schedule. Only this module knows by what Megatron divides the loss.
 
-Megatron divides what a loss function returns by the number of microbatches, unless it returns three values: the sum
-over tokens, the number of tokens, and a report. Then gradients are divided once, by the tokens of the whole batch over
-all microbatches and data-parallel ranks.
+Megatron divides the value of a loss function by the number of microbatches, unless the function returns three values:
+the sum over tokens, the number of tokens, and a report. Then it divides gradients once, by the number of tokens in the
+whole batch over all microbatches and data-parallel ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,11 @@ def run_microbatches(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """All microbatches through the (interleaved) 1F1B schedule; `head` (see `actor.head`) gives log-probs and entropy.
+    """Run all microbatches through the (interleaved) 1F1B schedule, with log-probs and entropy from `head`.
 
-    Gradients are left in the chunks unless `forward_only`.
-
-    Collective over the pipeline and its tensor-parallel ranks. Returns the loss function's reports on the last stage,
-    an empty list on the others.
+    `head` is described in `actor.head`. Gradients stay in the chunks, unless `forward_only`. Collective over the
+    pipeline and its tensor-parallel ranks. Returns the reports of the loss function on the last stage, an empty list on
+    the others.
     """
 
     def forward_step(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -60,7 +59,9 @@ def run_microbatches(
             data_iterator=iterators if interleaved else iterators[0],
             model=list(chunks) if interleaved else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=max(microbatch.token_ids.numel() for microbatch in microbatches),  # only a hint: they vary
+            seq_length=max(
+                microbatch.token_ids.numel() for microbatch in microbatches
+            ),  # a hint only, since lengths vary
             micro_batch_size=1,
             forward_only=forward_only,
         )

@@ -1,4 +1,4 @@
-"""Which fused kernels this environment offers; what is found is used, and the start-up summary names it."""
+"""Find the fused kernels of this environment. They are used, and the start-up summary names them."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -8,16 +8,17 @@ from importlib import metadata
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fusions:
-    """What was found, and in words what was not and why."""
+    """The kernels that were found."""
 
     transformer_engine: tuple[int, int] | None
-    """its version (major, minor); None if it is not installed"""
+    """(major, minor) of its version; None if it is not installed"""
     optimizer: str
     """the Adam that Megatron takes: Transformer Engine's, else apex's, else torch's"""
     gradient_accumulation: bool
     """whether weight gradients can be added to the float32 buffer inside the matrix product"""
 
     def lines(self) -> Iterator[str]:
+        """Yield what is fused and what is not, with the reason, for people."""
         if self.transformer_engine is None:
             yield "layers: unfused torch modules (Transformer Engine is not installed)"
         else:
@@ -28,7 +29,7 @@ class Fusions:
 
 
 def detect_fusions() -> Fusions:
-    """What can be imported here. Nothing is imported."""
+    """Find out what can be imported, without importing it."""
     transformer_engine = _version("transformer_engine")
     if transformer_engine is not None:
         optimizer = "FusedAdam of Transformer Engine"
@@ -39,7 +40,7 @@ def detect_fusions() -> Fusions:
     return Fusions(
         transformer_engine=transformer_engine,
         optimizer=optimizer,
-        # Megatron's output layer refuses the fusion without apex's extension, even beside Transformer Engine's own.
+        # Megatron's output layer needs apex's extension, even if Transformer Engine has a fusion of its own.
         gradient_accumulation=_exists("fused_weight_gradient_mlp_cuda"),
     )
 

@@ -1,4 +1,4 @@
-"""Log-probs of the labels from the last stage's hidden states, in place of Megatron's own loss."""
+"""Compute log-probs of the labels from the last stage's hidden states, in place of Megatron's own loss."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from megatron_a3po.types import Microbatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyHead:
-    """GPTModel's `output_processor`. Every rank of `tp_group` takes part in its collectives, whatever the mask."""
+    """An `output_processor` for GPTModel. Collective over `tp_group`, whatever the mask."""
 
     tp_group: torch.distributed.ProcessGroup
     vocab_size: int
@@ -25,23 +25,23 @@ class PolicyHead:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Microbatch, **_: Any
     ) -> Tensor:
-        """[2, tokens] float32: log-probs of the microbatch's labels, and entropy.
+        """Return [2, tokens] float32: log-probs of the microbatch's labels, and entropy.
 
-        hidden_states [tokens, 1, hidden size], under sequence parallelism [tokens/tp, 1, hidden size].
+        hidden_states [tokens, 1, hidden size], or [tokens/tp, 1, hidden size] under sequence parallelism.
         """
         if self.output_layer == "logits":
             logits, _bias = output_layer(hidden_states, weight=output_weight)  # [tokens, 1, vocab/tp]
             return torch.stack(logprobs_and_entropy(logits.squeeze(1), context.labels, self.tp_group, **self._options))
         hidden = hidden_states
         if output_layer.sequence_parallel:
-            # The gradient that comes back is whole on every rank, so it is cut and not added up again.
+            # The gradient that comes back is whole on every rank: it must be split, not added up.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        # Only loss tokens are worth a row of the vocabulary; at least one, so that no rank skips a collective.
+        # Compute only the rows of loss tokens. Keep at least one, so that no rank skips a collective.
         rows = context.loss_mask.nonzero()[:, 0]
         rows = rows if rows.numel() else rows.new_zeros(1)
-        # The layer is not called, only read: with overlapped parameter gathering its weight may still be on its way.
+        # Run the hooks, because the layer is not called: overlapped gathering may not have its weight yet.
         for hook in output_layer._forward_pre_hooks.values():
             hook(output_layer, ())
         weight = output_layer.weight if output_weight is None else output_weight

@@ -1,7 +1,7 @@
-"""The policy's trained state in Megatron's torch_dist format: saved by all ranks, loaded into any parallel layout.
+"""Save and load the training state in Megatron's torch_dist format: written by all ranks, read in any parallel layout.
 
-Weights, float32 masters and moments are stored as whole tensors by name; Megatron cuts them for the ranks that load
-them. Random states are those of one rank each, and come back only into the layout that they were saved from.
+Weights, float32 masters and moments are stored as whole tensors by name, which Megatron cuts for the ranks that load
+them. Each rank has random states of its own. They are restored only in the layout that they were saved from.
 """
 
 import dataclasses
@@ -43,46 +43,46 @@ _ALLOW_PICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """What is not a tensor: small, and the same on every rank."""
+    """The part of the state that is not tensors. It is small, and equal on every rank."""
 
     version: int
     schedule_steps: int
-    """where the learning-rate schedule stands, skipped steps included"""
+    """steps of the learning-rate schedule, including skipped ones"""
     adam_steps: int
     skipped_in_a_row: int
 
 
 class TrainingStateSave:
-    """A save that all ranks have planned: this rank's files are still to be written. One at a time."""
+    """A planned save, of which this rank has to write its files. Only one may be under way."""
 
     METADATA_FILES = (".metadata", "metadata.json")
-    """What `finish` writes, on rank 0."""
+    """The files that `finish` writes on rank 0"""
 
     def __init__(self, request: AsyncRequest) -> None:
         self._finalize = request.finalize_fns
         self._buckets: list[Any] = []
-        if request.async_fn is not None:  # otherwise other ranks write all that this one has
+        if request.async_fn is not None:  # None if other ranks write all that this one has
             self._transforms = request.async_fn.args[0]
             _, self._buckets, self._results = request.async_fn_args
 
     @property
     def file_names(self) -> list[str]:
-        """Of this rank, relative to the folder."""
+        """The files of this rank, relative to the folder."""
         return [Path(path).name for path, _, _ in self._buckets]
 
     def copy_to_host(self) -> None:
-        """Take the state as it is now: afterwards training may change it while `write` is under way."""
+        """Copy the state as it is now, so that training may go on while `write` is under way."""
         for _, _, (_, tensors) in self._buckets:
             for number, (item, tensor) in enumerate(tensors):
-                # Also where it is in host memory already: of that, Megatron's plan has copied views only. One by one,
-                # so that what the plan has copied goes meanwhile.
+                # Copy tensors in host memory too: Megatron's plan has copied only views of them. Copy one by one, so
+                # that the plan's own copies are freed meanwhile.
                 tensors[number] = item, tensor.to("cpu", copy=True)
 
     def write(self) -> None:
-        """Write this rank's files. No collective, so it may be done in another thread. Raises OSError."""
+        """Write this rank's files. Not collective, so another thread may do it. Raises OSError."""
         results = {}
         for number, (path, name, (data, tensors)) in enumerate(self._buckets):
-            # Megatron's plan leaves tensors on their GPU. They come to the host one by one, each when it is written.
+            # Megatron's plan leaves tensors on the GPU. Copy each to the host only when it is written.
             on_host = ((item, tensor.cpu()) for item, tensor in tensors)
             _, result = filesystem_async.FileSystemWriterAsync.write_preloaded_data(
                 self._transforms, number, (path, name, (data, on_host)), None, None, use_fsync=True
@@ -94,13 +94,13 @@ class TrainingStateSave:
             self._results.put(results)
 
     def finish(self) -> None:
-        """Write what tells where everything is, once all ranks have written. Collective."""
+        """Write the metadata, after all ranks have written their files. Collective."""
         for finalize in self._finalize:
             finalize()
 
 
 def plan_save(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, version: int) -> TrainingStateSave:
-    """Divide the writing among the ranks, into an empty folder that all of them see. Collective."""
+    """Divide the writing into an empty folder, which all ranks see, among the ranks. Collective."""
     state = TrainingState(
         version=version,
         schedule_steps=optimizer.schedule.num_steps,
@@ -109,20 +109,21 @@ def plan_save(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, vers
     )
     sharded = _sharded_state(model, optimizer, is_loading=False)
     sharded |= {"training": dataclasses.asdict(state), "rng": _rng_state()}
-    # A queue is enough where this very process writes. Megatron would start a process for it, which outlives a kill.
+    # This process writes, so a queue is enough. Megatron would start a process for it that outlives a kill.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-    # The replicas of a parameter share the writing of it.
+    # Ranks with replicas of a parameter share its writing.
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), model.groups.dp_cp)
-    # Megatron's own asynchronous writing takes processes and copies nothing that is in host memory; its plan is used.
+    # Use only Megatron's plan: its asynchronous writer starts processes and does not copy what is in host memory.
     request = dist_checkpointing.save(sharded, str(folder), strategy, async_sharded_save=True, async_strategy="mcore")
     return TrainingStateSave(request)
 
 
 def load_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, *, same_layout: bool) -> int:
-    """Put what a `TrainingStateSave` wrote into the model and the optimizer; returns the version. Collective.
+    """Load the files of a `TrainingStateSave` into model and optimizer, and return the version. Collective.
 
-    `same_layout`: whether this is the parallel layout that the folder was saved from.
+    `same_layout`: whether this is the parallel layout that the folder was saved from. Only then random states are
+    restored.
     """
     fill_empty_states(optimizer)
     sharded = _sharded_state(model, optimizer, is_loading=True)
@@ -137,7 +138,7 @@ def load_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptim
     load_optimizer_state(optimizer, loaded["optimizer"], state.adam_steps)
     if same_layout:
         _set_rng_state(loaded["rng"])
-    # The schedule's shape is the configuration's, whose num_steps may have grown; only where it stands is restored.
+    # Restore only the schedule's position. Its shape is the configuration's, whose num_steps may have grown.
     optimizer.schedule.num_steps = 0
     optimizer.schedule.step(state.schedule_steps)
     optimizer.skipped_in_a_row = state.skipped_in_a_row
@@ -146,9 +147,9 @@ def load_training_state(folder: Path, model: PolicyModel, optimizer: PolicyOptim
 
 @contextmanager
 def _pickled_extra_state() -> Iterator[None]:
-    """Transformer Engine keeps the scales of delayed scaling as a pickle, and by default refuses to load one.
+    """Let Transformer Engine load the scales of delayed scaling inside the block: it keeps them as a pickle.
 
-    What is loaded is a run's own: its manifest has checked every byte.
+    By default it refuses pickles. This one is a run's own, and its manifest has checked every byte.
     """
     before = os.environ.get(_ALLOW_PICKLE)
     os.environ[_ALLOW_PICKLE] = "1"
@@ -161,7 +162,7 @@ def _pickled_extra_state() -> Iterator[None]:
 
 
 def _named_chunks(model: PolicyModel) -> Iterator[tuple[str, Any]]:
-    """Megatron's names of the entries: the optimizer looks for "model0", "model1" where there are several chunks."""
+    """Yield chunks with Megatron's names: its optimizer expects "model", or "model0", "model1" for several chunks."""
     several = len(model.chunks) > 1
     for number, chunk in enumerate(model.chunks):
         yield f"model{number}" if several else "model", chunk.module

@@ -1,4 +1,4 @@
-"""The policy as a Megatron-Core model, built by megatron-bridge from a config.json, and filled."""
+"""Build the policy as a Megatron-Core model from a config.json, by megatron-bridge, and load its weights."""
 
 import math
 from dataclasses import dataclass
@@ -22,19 +22,22 @@ from megatron_a3po.preflight.memory import VOCAB_MULTIPLE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyModel:
-    """This rank's part of the policy, with what is needed to run it and to read it."""
+    """This rank's part of the policy, with what is needed to run and to export it."""
 
     chunks: list[torch.nn.Module]
     """Megatron's DDP-wrapped model chunks of this pipeline stage"""
     bridge: Any
-    """megatron-bridge's AutoBridge: names and layouts between Hugging Face and Megatron"""
+    """megatron-bridge's AutoBridge, which maps names and layouts between Hugging Face and Megatron"""
     groups: ProcessGroupCollection
     vocab_size: int
-    """of the Hugging Face model, without padding"""
+    """vocabulary of the Hugging Face model, without padding"""
 
 
 def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
-    """Collective over all ranks; the default process group must exist. `config.model`: config.json and weights."""
+    """Build this rank's part of the policy and load the weights of the folder `config.model`.
+
+    Collective over all ranks; the default process group must exist. Raises CheckpointError for damaged weights.
+    """
     groups, bridge, provider = _describe(config, fusions)
     chunks = _build(config, provider, groups, with_gradients=True)
     load_start_weights(chunks, bridge, groups, config.model)
@@ -42,7 +45,7 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
     model_config = get_model_config(chunks[0])
     model_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     if config.parallel.overlap:
-        # Gradients are reduced while the last microbatch runs backward, and not before.
+        # Reduce gradients only while the last microbatch runs backward.
         waiting = [chunk.no_sync for chunk in chunks]
         model_config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
     vocab_size = load_architecture(config.model).vocab_size
@@ -50,13 +53,13 @@ def build_model(config: RunConfig, fusions: Fusions) -> PolicyModel:
 
 
 def build_untrained(config: RunConfig, fusions: Fusions) -> tuple[list[torch.nn.Module], ProcessGroupCollection]:
-    """The same chunks without weights, and without the memory for gradients that Megatron's DDP takes. Collective."""
+    """Build the chunks without weights and without DDP's memory for gradients. Collective over all ranks."""
     groups, _, provider = _describe(config, fusions)
     return _build(config, provider, groups, with_gradients=False), groups
 
 
 def _describe(config: RunConfig, fusions: Fusions) -> tuple[ProcessGroupCollection, Any, Any]:
-    """(groups, megatron-bridge's AutoBridge, its provider of such a model)"""
+    """Return the groups, megatron-bridge's AutoBridge, and its provider with the settings of this run."""
     groups = _initialize_parallel_groups(config)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
@@ -113,7 +116,7 @@ def _ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         use_distributed_optimizer=True,
         average_in_collective=False,
         overlap_grad_reduce=overlap,
-        # After the last step of a batch the weights are published, so only earlier ones can be gathered later.
+        # Weights are published after the last step of a batch, so only earlier steps can gather them later.
         overlap_param_gather=overlap and config.actor.minibatches > 1,
         fp8_param_gather=config.precision == "fp8" and config.fp8.parameters,
     )
@@ -128,32 +131,32 @@ def _provider_settings(config: RunConfig, fusions: Fusions) -> dict[str, Any]:
         "pipeline_model_parallel_size": parallel.pipeline,
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
-        # In one batch of sends and receives, two stages could not tell activations from gradients: Megatron's batches
-        # match them by order alone. Interleaved stages therefore exchange each on its own, which also overlaps them.
+        # Megatron matches the sends and receives of a batch by order alone, so that two interleaved stages would
+        # mistake activations for gradients. Interleaved stages exchange them one by one, which also overlaps them.
         "overlap_p2p_comm": parallel.virtual_pipeline > 1,
         "batch_p2p_comm": parallel.virtual_pipeline == 1,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.tensor > 1,
-        # Packed microbatches differ in length; Megatron accepts that only with this dispatcher, also without experts.
+        # Packed microbatches differ in length. Megatron accepts that only with this dispatcher, even without experts.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # The loss is a sum over tokens, divided once by the tokens of the whole batch. DDP reads it when it is built.
+        # The loss is a sum over tokens, divided once by the tokens of the whole batch. DDP reads this when it is built.
         "calculate_per_token_loss": True,
-        # Layers for multi-token prediction have no part in the policy's loss.
+        # The policy's loss does not use layers for multi-token prediction.
         "mtp_num_layers": None,
         "should_pad_vocab": True,
-        # On one rank megatron-bridge loads the vocabulary as it is, and refuses a padded one.
+        # On one rank, megatron-bridge refuses a padded vocabulary.
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE if parallel.tensor > 1 else 1,
         "use_cpu_initialization": config.device == "cpu",
-        # Every weight is loaded right after.
+        # All weights are loaded right afterwards.
         "perform_initialization": False,
         "gradient_accumulation_fusion": fusions.gradient_accumulation,
-        # The log-probs of a policy are those without dropout.
+        # Log-probs of a policy are computed without dropout.
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # RL compares log-probs with a server's: no kernel that computes the cross entropy in bf16.
+        # No kernel may compute the cross entropy in bf16: log-probs are compared with a server's.
         "cross_entropy_loss_fusion": False,
         **({} if fusions.transformer_engine else _WITHOUT_TRANSFORMER_ENGINE),
     }
@@ -165,14 +168,14 @@ _WITHOUT_TRANSFORMER_ENGINE: dict[str, Any] = {
     "moe_router_fusion": False,
     "moe_shared_expert_overlap": False,
 }
-"""What some of megatron-bridge's providers turn on, and Megatron refuses without its kernels."""
+"""Settings that some providers of megatron-bridge turn on, but that Megatron refuses without Transformer Engine"""
 
 
 _YARN_DEFAULTS = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
-"""What Hugging Face assumes where a config.json is silent; megatron-bridge leaves it open."""
+"""Hugging Face's defaults for keys that a config.json lacks; megatron-bridge leaves them None."""
 
 _EXPERT_SETTINGS: dict[str, Any] = {
-    # The objective is the policy's alone: no auxiliary loss, and no drift of the router's bias between two steps.
+    # Only the policy's objective counts: no auxiliary loss, and no update of the router's bias between two steps.
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None,

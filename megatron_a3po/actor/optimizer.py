@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer with its learning-rate schedule, and steps that all ranks take or skip together."""
+"""Run Megatron's distributed optimizer and its learning-rate schedule. All ranks take or skip a step together."""
 
 import math
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from megatron_a3po.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What became of one optimizer step; equal on every rank."""
+    """The outcome of one optimizer step, equal on every rank."""
 
     gradient_norm: float
-    """before clipping; not finite if the step was skipped for it"""
+    """before clipping; not finite if that is why the step was skipped"""
     learning_rate: float
     updated: bool
 
@@ -39,14 +39,16 @@ class PolicyOptimizer:
         self.skipped_in_a_row = 0
 
     def zero_grad(self) -> None:
+        """Clear the gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.megatron.zero_grad()
 
     def step(self) -> StepResult:
-        """Clip and step, or skip a gradient that is not finite; the schedule moves on in either case. Collective.
+        """Clip the gradient and make a step, or skip the step if the gradient is not finite. Collective.
 
-        Raises TrainingError at one more than `max_skipped_steps` skipped steps in a row.
+        The schedule moves on in both cases. Raises TrainingError after more than optimizer.max_skipped_steps skipped
+        steps in a row.
         """
         learning_rate = self._next_learning_rate()
         gradient_norm = self._gradient_norm()
@@ -64,24 +66,24 @@ class PolicyOptimizer:
         return StepResult(gradient_norm, learning_rate, updated)
 
     def skip(self) -> StepResult:
-        """No step, for a minibatch without loss tokens: Adam would move on with its momentum alone."""
+        """Make no step, for a minibatch without loss tokens: Adam would move the weights by momentum alone."""
         return StepResult(0.0, self._next_learning_rate(), False)
 
     def finish_parameter_gather(self) -> None:
-        """Wait until this rank has all parameters of the last step, which overlap leaves to the next forward pass."""
+        """Gather all parameters of the last step now. With overlap, the next forward pass would do it."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:  # type: ignore[union-attr]
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
     def _next_learning_rate(self) -> float:
-        # Before the step and not after it: else the first step of a warm-up would change nothing.
+        # Move before the step: otherwise the first step of a warm-up would have a rate of 0.
         self.schedule.step(1)
         return self.schedule.get_lr({})
 
     def _gradient_norm(self) -> float:
-        """Of all parameters, the same on every rank: the largest that any rank has seen, or not finite if one is."""
-        # Megatron itself clips and steps with whatever it finds: a norm of NaN would make every weight NaN. Its step
-        # computes the norm once more, which is one pass over the gradients.
+        """Return the norm over all parameters, equal on every rank; not finite if it is not finite on any rank."""
+        # Megatron's step does not check the norm: with NaN, every weight would become NaN. It computes the norm once
+        # more, which costs one pass over the gradients.
         self.megatron.prepare_grads()
         norm = self.megatron.get_grad_norm()
         worst = torch.tensor(float(norm), dtype=torch.float64, device=torch.cuda.current_device())
@@ -91,9 +93,10 @@ class PolicyOptimizer:
 
 
 def build_schedule(optimizer: Any, config: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Linear from 0 to `learning_rate` over the warm-up, then down to `min_learning_rate` at step `num_steps` + 1.
+    """Build a schedule that rises linearly from 0 over the warm-up and then falls to `min_learning_rate`.
 
-    Not earlier: with a minimum of zero, the last step would be made and change nothing.
+    It reaches the minimum at step `num_steps` + 1. If it did so earlier, the last step would change nothing with a
+    minimum of zero.
     """
     return OptimizerParamScheduler(
         optimizer,
@@ -126,7 +129,7 @@ def _megatron_config(config: RunConfig) -> MegatronOptimizerConfig:
         params_dtype=parameter_dtype(config.precision),
         fp8_recipe=config.fp8.recipe if config.precision == "fp8" else None,
         use_distributed_optimizer=True,
-        # Megatron offloads the state only of its precision-aware optimizer.
+        # Megatron offloads only the state of its precision-aware optimizer.
         optimizer_cpu_offload=optimizer.offload,
         optimizer_offload_fraction=1.0 if optimizer.offload else 0.0,
         use_precision_aware_optimizer=optimizer.offload,

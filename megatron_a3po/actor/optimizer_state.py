@@ -1,6 +1,6 @@
-"""The state of the optimizer (float32 masters, moments, steps) in a form that any layout loads.
+"""Save and load the state of the optimizer (float32 masters, moments, steps) in a form that any layout loads.
 
-It is Megatron's own form. What Megatron leaves undone on the way there and back, for one Adam or another, is done here.
+The form is Megatron's. This module adds what Megatron omits for some of the Adams.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ SHARDING = "fully_reshardable"
 
 
 def fill_empty_states(optimizer: PolicyOptimizer) -> None:
-    """Give an Adam the state that it makes at its first step: Megatron saves and loads only one that exists."""
+    """Make the state that an Adam has from its first step on: Megatron saves and loads only existing state."""
     for distributed in _parts(optimizer):
-        # Of the fused ones. The one on the host has no such function, and could only make a step of noise.
+        # Only fused Adams have this function. The one on the host has none.
         if not isinstance(distributed.optimizer, torch.optim.AdamW) and distributed.init_state_fn is not None:
             distributed.init_state_fn(distributed.optimizer, distributed.config)
     for hybrid in _offloaded(optimizer):
@@ -26,13 +26,13 @@ def fill_empty_states(optimizer: PolicyOptimizer) -> None:
         hybrid._sync_sub_optimizers_state_to_hdo()
     for distributed, adam in _torch_optimizers(optimizer):
         _fill_empty_state(adam)
-        # Megatron takes the step from the parameter groups, and then looks for it among the loaded tensors.
+        # Megatron stores the step in the parameter groups, but looks for it among the loaded tensors.
         original = type(distributed)._set_main_param_and_optimizer_states.__get__(distributed)
         distributed._set_main_param_and_optimizer_states = _without_step(original)
 
 
 def adam_steps(optimizer: PolicyOptimizer) -> int:
-    """How many steps Adam has made."""
+    """Return the number of steps that Adam has made."""
     fill_empty_states(optimizer)
     groups = [group for part in _parts(optimizer) for group in part.state_dict()["optimizer"]["param_groups"]]
     return max(int(group.get("step") or 0) for group in groups)
@@ -41,10 +41,10 @@ def adam_steps(optimizer: PolicyOptimizer) -> int:
 def sharded_optimizer_state(
     optimizer: PolicyOptimizer, of_model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
-    """Masters and moments, by the parameters' names. Collective.
+    """Return masters and moments by the parameters' names. Collective. `of_model`: the sharded state of the weights.
 
-    Not the parameter groups, which are the configuration's: where experts have an optimizer of their own, they would
-    fit no layout in which they have none. `of_model`: the weights' sharded state.
+    Parameter groups are left out. They come from the configuration, and they would differ between layouts in which
+    experts have an optimizer of their own and layouts in which they have none.
     """
     for part in _parts(optimizer):
         original = type(part).get_parameter_state_dp_zero.__get__(part)
@@ -55,7 +55,7 @@ def sharded_optimizer_state(
 
 
 def load_optimizer_state(optimizer: PolicyOptimizer, loaded: dict[str, Any], num_steps: int) -> None:
-    """Put in what was loaded into a `sharded_optimizer_state`."""
+    """Load a filled `sharded_optimizer_state` into the optimizer, which has made `num_steps` steps."""
     for number, part in enumerate(_parts(optimizer)):
         own = part.state_dict()
         for group in own["optimizer"]["param_groups"]:
@@ -67,19 +67,19 @@ def load_optimizer_state(optimizer: PolicyOptimizer, loaded: dict[str, Any], num
 
 
 def _parts(optimizer: PolicyOptimizer) -> list[Any]:
-    """Megatron's distributed optimizers: one, or a second one for experts."""
+    """Return Megatron's distributed optimizers: one, or two if experts have their own."""
     return list(optimizer.megatron.chained_optimizers)
 
 
 def _torch_optimizers(optimizer: PolicyOptimizer) -> Iterator[tuple[Any, torch.optim.AdamW]]:
-    """(Megatron's distributed optimizer, torch's AdamW inside): none where Transformer Engine or apex has the Adam."""
+    """Yield (distributed optimizer, torch's AdamW inside); nothing if Adam is Transformer Engine's or apex's."""
     for distributed in _parts(optimizer):
         if isinstance(distributed.optimizer, torch.optim.AdamW):
             yield distributed, distributed.optimizer
 
 
 def _offloaded(optimizer: PolicyOptimizer) -> Iterator[Any]:
-    """Megatron's optimizers on the host: each has one of torch's AdamW for every parameter."""
+    """Yield Megatron's optimizers on the host. Each has one AdamW of torch per parameter."""
     for distributed in _parts(optimizer):
         if isinstance(distributed.optimizer, HybridDeviceOptimizer):
             yield distributed.optimizer
@@ -98,23 +98,24 @@ def _without_step(original: Callable[[Any, dict[str, Any]], None]) -> Callable[[
 
 
 def _separate_steps(optimizer: PolicyOptimizer) -> None:
-    """Megatron loads one step tensor for all parameters, which each of them would then count up."""
+    """Copy the step tensor for each parameter: Megatron loads one for all, and each parameter would count it up."""
     for _, adam in _torch_optimizers(optimizer):
         for state in adam.state.values():
             state["step"] = state["step"].clone()
 
 
 def _keep_own_share(hybrid: HybridDeviceOptimizer) -> None:
-    """Megatron leaves in it views of whole tensors, which every rank of a data-parallel group would go on holding."""
+    """Copy the loaded moments: Megatron leaves views, which would keep whole tensors alive on every rank."""
     for state in hybrid.state.values():
         state |= {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-    hybrid._sync_sub_optimizers_state_to_hdo()  # The masters are copied into parameters, which are kept.
+    hybrid._sync_sub_optimizers_state_to_hdo()  # Masters need no copy: they are written into existing parameters.
 
 
 def _with_gaps(original: Callable[..., Any], buffers: list[Any]) -> Callable[..., Any]:
-    """Megatron gathers buckets without the padding between them, and then looks for parameters where they are with it.
+    """Gather buckets with the padding between them, at the offsets where Megatron looks for parameters.
 
-    Behind a padded bucket it would save other parameters' values, or zeros, under a parameter's name.
+    Megatron gathers them without it. Behind a padded bucket it would save zeros, or values of other parameters, under a
+    parameter's name.
     """
 
     def gather(**arguments: Any) -> Any:
@@ -129,7 +130,7 @@ def _with_gaps(original: Callable[..., Any], buffers: list[Any]) -> Callable[...
 
 
 def _spread(unpadded: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """[numel_unpadded] to [numel]: each bucket to its place in the buffer."""
+    """Copy each bucket of [numel_unpadded] to its place in [numel]."""
     sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
     starts = [bucket.offset for bucket in buffer.buckets]
     if starts == [sum(sizes[:number]) for number in range(len(sizes))]:

@@ -1,4 +1,4 @@
-"""Numbers of the training side: what `precision` means for Megatron's model and optimizer."""
+"""Translate `precision` into settings of Megatron's model and optimizer."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,14 +13,14 @@ Precision = Literal["bf16", "fp32", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Recipe:
-    """What an FP8 recipe needs."""
+    """The requirements of an FP8 recipe."""
 
     transformer_engine: tuple[int, int]
-    """the first version that has it"""
+    """(major, minor) of the first version with it"""
     capabilities: tuple[tuple[int, int], tuple[int, int]]
-    """(major, minor) of the first compute capability that has it, and of the first that no longer does"""
+    """(major, minor) of the first compute capability with it, and of the first one without it again"""
     format: Literal["e4m3", "hybrid"]
-    """hybrid: gradients in e5m2, whose range a scale per tensor needs"""
+    """hybrid: gradients in e5m2, because one scale per tensor needs its range"""
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         return self.capabilities[0] <= capability < self.capabilities[1]
@@ -36,12 +36,12 @@ FP8_RECIPES = {
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """bf16 weights have float32 masters in the optimizer; gradients are accumulated in float32 in either case."""
+    """Return the dtype of the weights. Masters in the optimizer and accumulated gradients are float32 in any case."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def model_precision(precision: Precision, fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of Megatron's model configuration."""
+    """Return the fields of Megatron's model configuration."""
     dtype = parameter_dtype(precision)
     settings: dict[str, Any] = {
         "params_dtype": dtype,
@@ -64,9 +64,9 @@ def model_precision(precision: Precision, fp8: Fp8Config) -> dict[str, Any]:
 def refuse_missing_fp8(
     fp8: Fp8Config, transformer_engine: tuple[int, int] | None, capability: tuple[int, int] | None
 ) -> None:
-    """Raises ConfigError if Transformer Engine or the device cannot do it; Megatron would silently compute in bf16.
+    """Raise ConfigError if Transformer Engine or the device cannot compute in FP8: Megatron would silently use bf16.
 
-    `transformer_engine`: its version, None if it is not installed. `capability`: of the CUDA device, None without one.
+    `transformer_engine`: its version, None if it is not installed. `capability`: the CUDA device's, None without one.
     """
     if transformer_engine is None or capability is None:
         missing = "Transformer Engine is not installed" if transformer_engine is None else "there is no CUDA device"

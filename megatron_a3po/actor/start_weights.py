@@ -1,4 +1,4 @@
-"""The weights that a run starts from: loaded into the model, and kept as the reference policy of a KL penalty."""
+"""Load the weights that a run starts from, and keep them as the reference policy of a KL penalty."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from megatron_a3po.runtime.manifest import check
 
 
 def open_bridge(model: Path, dtype: torch.dtype) -> Any:
-    """megatron-bridge's view of a Hugging Face folder, or of one with Megatron's weights."""
+    """Open a Hugging Face folder, or one with Megatron's weights, by megatron-bridge."""
     if has_megatron_weights(model):
         return AutoBridge.from_hf_config(AutoConfig.from_pretrained(model))
     return AutoBridge.from_hf_pretrained(str(model), torch_dtype=dtype)
@@ -32,7 +32,7 @@ def open_bridge(model: Path, dtype: torch.dtype) -> Any:
 def load_start_weights(
     chunks: Sequence[torch.nn.Module], bridge: Any, groups: ProcessGroupCollection, model: Path
 ) -> None:
-    """Fill this rank's chunks from the folder `model`. Collective. Raises CheckpointError for damaged files."""
+    """Load the folder `model` into this rank's chunks. Collective. Raises CheckpointError for damaged files."""
     if has_megatron_weights(model):
         _refuse_other_vocabulary(model)
         load_megatron_weights(chunks, groups, model / MEGATRON_WEIGHTS)
@@ -42,8 +42,10 @@ def load_start_weights(
 
 
 def forget_initial_values(parameters: Iterable[Any]) -> None:
-    """Transformer Engine keeps of FP8 weights what they were made from, and Megatron makes the optimizer's masters of
-    that: here memory that nobody has written, since weights are loaded later."""
+    """Drop the initial values that Transformer Engine keeps of FP8 weights.
+
+    Megatron would make the optimizer's masters of them, but nothing has written them: weights are loaded later.
+    """
     for parameter in parameters:
         if hasattr(parameter, "get_high_precision_init_val"):
             parameter.clear_high_precision_init_val()
@@ -51,7 +53,7 @@ def forget_initial_values(parameters: Iterable[Any]) -> None:
 
 
 def _refuse_other_vocabulary(model: Path) -> None:
-    """Megatron would take any number of rows, and leave the others empty."""
+    """Raise CheckpointError if embeddings and vocab_size differ: Megatron would leave the other rows empty."""
     entries: Any = FileSystemReader(model / MEGATRON_WEIGHTS).read_metadata().state_dict_metadata
     rows, expected = entries["embedding.word_embeddings.weight"].size[0], load_architecture(model).vocab_size
     if rows != expected:
@@ -62,7 +64,10 @@ def _refuse_other_vocabulary(model: Path) -> None:
 
 
 def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection, folder: Path) -> None:
-    """Fill chunks, in DDP or not, from a torch_dist checkpoint of any layout that has a manifest. Collective."""
+    """Load a torch_dist checkpoint of any layout into chunks, in DDP or not. Collective.
+
+    Raises CheckpointError if the files do not match their manifest or the model.
+    """
     check(folder, dist.get_rank(), dist.get_world_size())
     metadata = {"singleton_local_shards": False, "dp_cp_group": groups.dp_cp}
     modules: list[Any] = [getattr(chunk, "module", chunk) for chunk in chunks]
@@ -70,14 +75,14 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGrou
         str(number): {
             name: entry
             for name, entry in module.sharded_state_dict(metadata=metadata).items()
-            # What Transformer Engine keeps for FP8 belongs to a course of training, not to the weights.
+            # Transformer Engine's FP8 state belongs to a run of training, not to the weights.
             if not isinstance(entry, ShardedObject)
         }
         for number, module in enumerate(modules)
     }
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception; for a missing key KeyError
+    except (Exception, CheckpointException) as error:  # torch's own is not an Exception; a missing key is a KeyError
         raise CheckpointError(
             f"{folder}: cannot be loaded ({error}); is config.json of the same model? Else convert the model again"
         ) from error
@@ -88,7 +93,7 @@ def load_megatron_weights(chunks: Sequence[torch.nn.Module], groups: ProcessGrou
 
 
 class ReferenceWeights:
-    """A copy of this rank's parameters as they are now."""
+    """A copy of this rank's parameters in host memory, as they are now."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -96,7 +101,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the block the model computes with the reference; afterwards with its own weights, bit for bit."""
+        """Let the model compute with the reference inside the block, and give it back its own weights, bit for bit."""
         own = _to_host(self._parameters)
         _copy(self._kept, self._parameters)
         try:
@@ -111,5 +116,5 @@ def _to_host(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        # Into the storage: Megatron's parameters are views of the buffers that the optimizer knows.
+        # Copy into the storage: Megatron's parameters are views of buffers that the optimizer holds.
         target.data.copy_(source)

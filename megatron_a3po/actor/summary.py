@@ -1,4 +1,4 @@
-"""What a run says about itself before it starts: layout, parameters, memory, kernels."""
+"""Summarise a run before it starts: layout, parameters, memory, kernels."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from megatron_a3po.preflight.memory import choose_output_layer, logits_bytes, re
 def startup_summary(
     config: RunConfig, architecture: Architecture, fusions: Fusions, *, world_size: int
 ) -> Iterator[str]:
-    """Lines for people, known before anything is built."""
+    """Yield lines for people. Nothing needs to be built for them."""
     yield from describe_training(config, architecture, world_size)
     yield f"output layer: {_output_layer(config, architecture)}"
     yield from fusions.lines()

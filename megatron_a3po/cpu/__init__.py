@@ -1,8 +1,8 @@
-"""What lets the production path run without a GPU: `device: cpu` imports this package, nothing else does.
+"""Run the production path without a GPU. Only `device: cpu` imports this package.
 
-Three things differ from a GPU run: gloo carries the collectives, modules of ours stand where Transformer Engine's
-would (same parameter names and checkpoint keys, see `spec_provider`), and the device behind `torch.cuda` is the CPU
-(see `facade`). Parallel layouts, schedules, the distributed optimizer, checkpoints and the bridge are the real ones.
+Three things differ from a GPU run: gloo runs the collectives, modules of ours replace Transformer Engine's with the
+same parameter names and checkpoint keys (see `spec_provider`), and the device behind `torch.cuda` is the CPU (see
+`facade`). Parallel layouts, schedules, the distributed optimizer, checkpoints and the bridge are the real ones.
 """
 
 import importlib
@@ -19,14 +19,13 @@ _installed = False
 
 
 def install() -> None:
-    """Prepare this process for Megatron-Core and megatron-bridge on a CPU. Calling it again does nothing.
+    """Prepare this process for Megatron-Core and megatron-bridge on a CPU. A second call does nothing.
 
-    Must run before anything imports megatron: Megatron decides at import whether Transformer Engine exists, and
-    binds what it found into many modules.
+    Call it before anything imports megatron: Megatron decides at its import whether Transformer Engine exists, and
+    binds the result into many modules.
 
     Raises:
-        ConfigError: a GPU is visible or Transformer Engine is installed; mixing either with the CPU modules would
-            give a run that is neither the one nor the other.
+        ConfigError: a GPU is visible or Transformer Engine is installed, which the CPU modules must not be mixed with.
         RuntimeError: megatron was imported first.
     """
     global _installed
@@ -52,7 +51,7 @@ def install() -> None:
 
     facade.install()
     with _quiet_imports(), facade.no_compilation():
-        # The order matters: Megatron-Core must see that Transformer Engine is missing, megatron-bridge must not.
+        # Keep this order: Megatron-Core must see that Transformer Engine is missing, megatron-bridge must not.
         from megatron_a3po.cpu import bridge_guard, spec_provider
 
         spec_provider.install()
@@ -62,7 +61,7 @@ def install() -> None:
 
 @contextmanager
 def _quiet_imports() -> Iterator[None]:
-    """Keep import-time noise about missing GPU libraries away from the user, and the root logger as it was.
+    """Hide warnings about missing GPU libraries at import, and leave the root logger as it was.
 
     Importing megatron-bridge sets the root logger to INFO and gives it a handler on stdout.
     """

@@ -1,4 +1,4 @@
-"""Core attention on the CPU, in the place of Transformer Engine's `DotProductAttention`."""
+"""Core attention on the CPU, in place of Transformer Engine's `DotProductAttention`."""
 
 from typing import Any
 
@@ -31,13 +31,13 @@ def packed_causal_attention(
     window: int | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention inside each packed sequence; tokens of `query` that belong to none of them give zeros.
+    """Compute causal attention inside each packed sequence. Tokens of `query` in no sequence give zeros.
 
     The queries of a sequence are its last tokens: all of them, or the chunk that this context-parallel rank computes.
 
-    A call per sequence costs more than its arithmetic when sequences are short, so sequences of similar length share
-    one batched call. Lengths in a bucket differ by less than a factor of two, which bounds the padding, and padding
-    sits behind the tokens, where causality keeps it out of sight. No token ever meets another sequence's values.
+    Sequences of similar length share one batched call, because a call for each short sequence costs more than its
+    arithmetic. Lengths in a bucket differ by less than a factor of two, which bounds the padding. Padding stands behind
+    the tokens, where causality hides it. No token sees values of another sequence.
 
     Args:
         query: [query tokens, heads, key_dim]
@@ -73,7 +73,7 @@ def packed_causal_attention(
 
 
 def _slots(spans: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
-    """The tokens of the spans, their places in a flat [sequences, longest] table, and the table's shape."""
+    """Return the tokens of the spans, their places in a flat [sequences, longest] table, and the table's shape."""
     starts, lengths = spans.unbind(1)
     offsets = torch.arange(int(lengths.max()))
     is_token = offsets < lengths[:, None]
@@ -81,13 +81,13 @@ def _slots(spans: Tensor) -> tuple[Tensor, Tensor, torch.Size]:
 
 
 def _padded(packed: Tensor, tokens: Tensor, slots: Tensor, shape: torch.Size) -> Tensor:
-    """[tokens, heads, dim] -> [sequences, heads, width, dim], zeros behind each sequence's last token."""
+    """Turn [tokens, heads, dim] into [sequences, heads, width, dim], with zeros behind each sequence."""
     flat = packed.new_zeros(shape.numel(), *packed.shape[1:])
     return flat.index_copy(0, slots, packed.index_select(0, tokens)).view(*shape, *packed.shape[1:]).transpose(1, 2)
 
 
 def _causal_mask(query_lengths: Tensor, key_lengths: Tensor, window: int | None) -> Tensor:
-    """[sequences, 1, queries, keys], True where a query sees a key. Padded queries see something, to be finite."""
+    """Return [sequences, 1, queries, keys]: whether a query sees a key. Padded queries see some, to be finite."""
     places = torch.arange(int(query_lengths.max())) + (key_lengths - query_lengths)[:, None]
     distances = places[:, None, :, None] - torch.arange(int(key_lengths.max()))
     return distances >= 0 if window is None else (distances >= 0) & (distances <= window)
@@ -98,7 +98,7 @@ def _masked_sdpa(
 ) -> Tensor:
     if sink is None:
         return _sdpa(query, key, value, softmax_scale, attn_mask=allowed)
-    # A key and a value of zeros whose score is the sink: only the denominator of the softmax changes.
+    # Add a key and a value of zeros with the sink as score: only the denominator of the softmax changes.
     scores = query.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf).expand(-1, query.shape[1], -1, -1)
     sinks = sink.to(query.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
     key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
@@ -111,9 +111,9 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, softmax_scale: float | None
 
 
 class CpuDotProductAttention(torch.nn.Module):
-    """Causal self-attention for Megatron's `sbhd` and packed `thd` layouts, the latter also under context parallelism.
+    """Causal self-attention for Megatron's `sbhd` and packed `thd` layouts; with context parallelism for `thd` only.
 
-    Has no parameters, except the sinks of `softmax_type="learnable"`: `softmax_offset` [heads / tp].
+    Its only parameters are the sinks of `softmax_type="learnable"`: `softmax_offset` [heads / tp].
     """
 
     softmax_offset: Tensor | None
@@ -167,7 +167,7 @@ class CpuDotProductAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Megatron's interface of core attention; like Transformer Engine, `causal` ignores `attention_mask`.
+        """Compute Megatron's core attention. `causal` ignores `attention_mask`, as in Transformer Engine.
 
         Args:
             query, key, value: [sequence, batch, heads, dim], or packed [tokens, heads, dim] or [tokens, 1, heads, dim].
@@ -201,9 +201,9 @@ class CpuDotProductAttention(torch.nn.Module):
         return self._attend(query, key, value, spans, spans)
 
     def _context_parallel(self, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor) -> Tensor:
-        """Queries stay, all keys and values come: every rank's local chunks [tokens / cp] make whole sequences.
+        """Gather keys and values of all ranks' local chunks [tokens / cp] to whole sequences, for the local queries.
 
-        Padding between sequences, if any, counts as their last tokens, which no other token sees.
+        Padding between sequences counts as their last tokens, which no other token sees.
         """
         group = self.cp_group
         assert group is not None
@@ -236,7 +236,7 @@ class CpuDotProductAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The sinks, if any, with Transformer Engine's key."""
+        """Return the sinks, if there are any, with Transformer Engine's key."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -249,12 +249,12 @@ class CpuDotProductAttention(torch.nn.Module):
 
 
 def zigzag_chunk_lengths(boundaries: Tensor, cp_size: int) -> Tensor:
-    """[sequences] int64: the length of each of the 2 * cp_size equal chunks of every sequence.
+    """Return, as [sequences] int64, the length of the 2 * cp_size equal chunks of each sequence.
 
-    Rank r of the context-parallel group holds chunks r and 2 * cp_size - 1 - r, which makes causal work equal.
+    Rank r of the context-parallel group holds chunks r and 2 * cp_size - 1 - r, which balances causal attention.
 
     Args:
-        boundaries: [sequences + 1] integers, where the whole sequences begin and end in the whole pack.
+        boundaries: [sequences + 1] integers, the bounds of the whole sequences in the whole pack.
 
     Raises:
         ValueError: a sequence's length is not a multiple of 2 * cp_size.
@@ -266,11 +266,11 @@ def zigzag_chunk_lengths(boundaries: Tensor, cp_size: int) -> Tensor:
 
 
 def zigzag_sources(boundaries: Tensor, cp_size: int, local_tokens: int) -> Tensor:
-    """Where each token of the whole pack lies in the concatenation of all ranks' local packs: [tokens] int64.
+    """Return, as [tokens] int64, where each token of the whole pack lies in the concatenated local packs of all ranks.
 
     Args:
         boundaries: as for `zigzag_chunk_lengths`.
-        local_tokens: length of every rank's local pack, at least boundaries[-1] / cp_size.
+        local_tokens: length of each rank's local pack, at least boundaries[-1] / cp_size.
     """
     chunks = zigzag_chunk_lengths(boundaries, cp_size)
     sequence = torch.arange(len(chunks)).repeat_interleave(boundaries.diff())

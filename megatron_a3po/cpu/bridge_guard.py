@@ -1,4 +1,4 @@
-"""Import megatron-bridge without Transformer Engine, which some of its modules name at import."""
+"""Import megatron-bridge without Transformer Engine, whose names some of its modules need at import."""
 
 import importlib
 import importlib.machinery
@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_a3po.cpu.spec_provider import PARALLELISM_OF_MODULES
 
-# These find out at import whether Transformer Engine is there and must see the truth, so they come before the bridge.
+# Import these before the bridge: they look for Transformer Engine at import, and must see that it is missing.
 _CORE_MODULES = ("distributed", "dist_checkpointing", "fp8_utils", "models.gpt", "optimizer", "pipeline_parallel")
 
 _TRANSFORMER_ENGINE = (
@@ -36,7 +36,7 @@ def import_bridge() -> None:
 
 
 class _NoFp8:
-    """What the bridge asks Transformer Engine's global FP8 state for: whether FP8 is on. On a CPU it never is."""
+    """The part of Transformer Engine's global FP8 state that the bridge reads. On a CPU, FP8 is never on."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -44,7 +44,7 @@ class _NoFp8:
 
 
 class _InertClass(type):
-    """Classes that can be named and inherited from; every attribute of one is another."""
+    """Classes to import and inherit from. Each attribute of one is another."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -63,9 +63,9 @@ class _InertModule(types.ModuleType):
 
 @contextmanager
 def _inert_transformer_engine() -> Iterator[None]:
-    """`import transformer_engine` gives a module full of empty classes, inside this block only.
+    """Let `import transformer_engine` give a module of empty classes inside the block.
 
-    Afterwards it is missing again, so that whatever is imported or asked for later sees that there is none.
+    Afterwards it is missing again, so that later imports and checks see that there is none.
     """
     for name in _TRANSFORMER_ENGINE:
         module = _InertModule(name)

@@ -1,4 +1,4 @@
-"""The experts' linear layers on the CPU, in the place of Transformer Engine's grouped linears."""
+"""The experts' linear layers on the CPU, in place of Transformer Engine's grouped linears."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,10 +16,10 @@ from megatron_a3po.errors import ConfigError
 
 
 class CpuGroupedLinear(torch.nn.Module):
-    """One linear layer for each expert of this rank, with parameters `weight{i}` and, if asked for, `bias{i}`.
+    """One linear layer for each expert of this rank, with parameters `weight{i}` and, if `bias`, `bias{i}`.
 
-    Weights are [output, input] in `params_dtype`, biases [output]. Gradients are summed over the ranks that hold the
-    same experts, which Megatron learns from the attribute `allreduce`.
+    Weights are [output, input] in `params_dtype`, biases [output]. The attribute `allreduce` tells Megatron to sum
+    gradients over the ranks that hold the same experts.
     """
 
     parallel_mode: Literal["column", "row"]
@@ -58,14 +58,14 @@ class CpuGroupedLinear(torch.nn.Module):
         _set_expert_parameter_attributes(self, self.parallel_mode, own_groups)
 
     def forward(self, tokens: Tensor, num_tokens: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """Apply each expert to its own tokens.
+        """Apply each expert to its tokens.
 
         Args:
-            tokens: [tokens, input], those of the first expert first.
-            num_tokens: how many of them each expert gets, possibly none.
+            tokens: [tokens, input], ordered by expert.
+            num_tokens: number of tokens of each expert, which may be 0.
 
         Returns:
-            [tokens, output], and the experts' biases if they are to be added by the caller.
+            [tokens, output], and the experts' biases if the caller has to add them.
         """
         weights, biases = self._parameters_named("weight"), self._parameters_named("bias")
         added = biases if self.use_bias and not self.skip_bias_add else [None] * self.num_experts
@@ -79,7 +79,7 @@ class CpuGroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Transformer Engine's keys: `weight`, sharded over all experts, so that any number of ranks can load it."""
+        """Return Transformer Engine's keys. `weight` is sharded over all experts, so that any layout can load it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         single = metadata.get("singleton_local_shards", False)
         first = self.groups.ep.rank() * self.num_experts
@@ -107,12 +107,12 @@ class CpuGroupedLinear(torch.nn.Module):
 
 
 class CpuColumnParallelGroupedLinear(CpuGroupedLinear):
-    """The experts' first layers (gate and up)."""
+    """The first layers of experts (gate and up)."""
 
     parallel_mode = "column"
 
 
 class CpuRowParallelGroupedLinear(CpuGroupedLinear):
-    """The experts' second layers (down)."""
+    """The second layers of experts (down)."""
 
     parallel_mode = "row"

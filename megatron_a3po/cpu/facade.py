@@ -1,7 +1,6 @@
-"""`torch.cuda` as one device that is the CPU, as far as Megatron-Core 0.19.2 uses it outside of GPU-only features.
+"""Make `torch.cuda` one device that is the CPU, as far as Megatron-Core 0.19.2 uses it outside of GPU-only features.
 
-`torch.cuda.is_available()` stays False: code that asks takes its CPU branch, and only code that does not ask meets
-this facade.
+`torch.cuda.is_available()` stays False. Code that checks it takes its CPU branch; other code uses this facade.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ _TENSOR_FACTORIES = (
 
 
 def install() -> None:
-    """Replace the parts of torch that would reach for a GPU. Call once, before megatron is imported."""
+    """Replace the parts of torch that would use a GPU. Call it once, before megatron is imported."""
     _install_devices_and_streams()
     _install_memory_statistics()
     _install_random_state()
@@ -37,10 +36,10 @@ def install() -> None:
 
 @contextlib.contextmanager
 def no_compilation() -> Iterator[None]:
-    """Functions that are decorated with `torch.compile` inside this block stay as they are.
+    """Make `torch.compile` leave functions as they are inside the block.
 
-    Megatron decorates its fusions at import. Compiling them would cost each rank minutes of C++ compilation for
-    kernels that gain nothing on a CPU, and already the import of the compiler takes a second.
+    Megatron decorates its fusions with it at import. Each rank would spend minutes on C++ compilation, and a second on
+    importing the compiler, for kernels that gain nothing on a CPU.
     """
 
     def unchanged(model: Any = None, **options: Any) -> Any:
@@ -55,7 +54,7 @@ def no_compilation() -> Iterator[None]:
 
 
 class Stream:
-    """A CUDA stream on a device that runs everything at once and in order: nothing to wait for."""
+    """A CUDA stream on a device that runs everything immediately and in order, so there is nothing to wait for."""
 
     cuda_stream = 0
 
@@ -91,7 +90,7 @@ class Stream:
 
 
 class Event:
-    """A CUDA event that has already happened; it keeps the time for `elapsed_time`."""
+    """A CUDA event that has already happened. It keeps the time for `elapsed_time`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._seconds = 0.0
@@ -109,7 +108,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to `end`, as torch defines it."""
+        """Return the milliseconds from this event to `end`, the unit of torch."""
         return (end._seconds - self._seconds) * 1e3
 
 
@@ -142,7 +141,7 @@ def _install_memory_statistics() -> None:
 
 
 def _install_random_state() -> None:
-    """The generator of the one device is the CPU's, so that Megatron's RNG tracker forks and restores that one."""
+    """Use the CPU's generator for the device, so that Megatron's RNG tracker forks and restores it."""
     cuda: Any = torch.cuda
     generator = torch.default_generator
 
@@ -194,8 +193,8 @@ def _install_tensor_moves() -> None:
 
 
 def _install_tensor_factories() -> None:
-    # `with torch.device(...)` finds the factory functions through this cached set. Filled after the wrapping, it would
-    # hold our wrappers, the context would do nothing, and Hugging Face's from_pretrained would return garbage buffers.
+    # Fill this cached set of factory functions now, for `with torch.device(...)`. Filled later, it would hold our
+    # wrappers, the context would do nothing, and Hugging Face's from_pretrained would return garbage buffers.
     from torch.utils._device import _device_constructors
 
     _device_constructors()
@@ -215,7 +214,7 @@ def _install_tensor_factories() -> None:
 
 
 def _install_tensor_types() -> None:
-    """Megatron's optimizers sort parameters by the name of their type and know only the CUDA ones."""
+    """Give tensors the type names of CUDA: Megatron's optimizers know only these."""
     tensor: Any = torch.Tensor
     original = tensor.type
 
@@ -229,7 +228,7 @@ def _install_tensor_types() -> None:
 
 
 def _install_all_to_all() -> None:
-    """Megatron's token dispatcher turns split sizes into lists only for CUDA tensors; gloo takes nothing but lists."""
+    """Turn split sizes into lists, which gloo needs: Megatron's token dispatcher does so only for CUDA tensors."""
     module: Any = dist
     original = module.all_to_all_single
 

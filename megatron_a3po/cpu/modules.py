@@ -14,7 +14,7 @@ from megatron_a3po.errors import ConfigError
 
 
 def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, config: TransformerConfig, eps: float) -> Tensor:
-    """RMSNorm or LayerNorm over the last dimension, computed in at least float32.
+    """Apply RMSNorm or LayerNorm over the last dimension, in at least float32.
 
     Args:
         hidden: [..., hidden], any floating dtype.
@@ -34,10 +34,10 @@ def normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None, config: Trans
 
 
 def norm_parameters(config: TransformerConfig, hidden_size: int) -> tuple[Parameter, Parameter | None]:
-    """Weight [hidden] and, for LayerNorm only, bias [hidden], both in `params_dtype` and on every rank.
+    """Make the weight [hidden] and, for LayerNorm only, the bias [hidden] in `params_dtype`, whole on every rank.
 
-    Under sequence parallelism each rank sees only its part of the sequence; the attribute `sequence_parallel` tells
-    Megatron to sum these gradients over the tensor-parallel group.
+    Under sequence parallelism each rank sees only its part of the sequence. The attribute `sequence_parallel` tells
+    Megatron to sum these gradients over the tensor-parallel group. Raises ConfigError for other norms.
     """
     if config.normalization not in ("RMSNorm", "LayerNorm"):
         raise ConfigError(f"device: cpu has RMSNorm and LayerNorm, not normalization={config.normalization!r}")
@@ -53,7 +53,7 @@ def norm_parameters(config: TransformerConfig, hidden_size: int) -> tuple[Parame
 
 
 class CpuNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm, as the config says. Megatron's torch norm refuses sequence parallelism."""
+    """RMSNorm or LayerNorm, by the config. Megatron's own torch norm refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -61,23 +61,23 @@ class CpuNorm(torch.nn.Module):
         self.weight, self.bias = norm_parameters(config, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden], same dtype."""
+        """Normalise [..., hidden] and keep its dtype."""
         return normalize(hidden, self.weight, self.bias, self.config, self.eps)
 
 
 class CpuColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's own; a subclass, so that megatron-bridge sees a name of ours in the place of Transformer Engine's."""
+    """Megatron's own layer under a name of ours, by which megatron-bridge knows how it is sharded."""
 
 
 class CpuLayerNormColumnParallelLinear(ColumnParallelLinear):
-    """Norm, then column-parallel linear: one module, as in Transformer Engine, so that the keys are the same."""
+    """A norm and a column-parallel linear layer in one module, so that checkpoint keys are Transformer Engine's."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size)
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[sequence (/ tp), batch, input] -> ([sequence, batch, output / tp], bias or None)."""
+        """Map [sequence (/ tp), batch, input] to ([sequence, batch, output / tp], bias or None)."""
         config: Any = self.config
         eps = config.layernorm_epsilon
         normalized = normalize(input_, self.layer_norm_weight, self.layer_norm_bias, config, eps)
@@ -85,7 +85,7 @@ class CpuLayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class CpuLinear(torch.nn.Linear):
-    """The same weight on every tensor-parallel rank: Transformer Engine's linear with `parallel_mode="duplicated"`."""
+    """Transformer Engine's linear with `parallel_mode="duplicated"`: every tensor-parallel rank has the same weight."""
 
     def __init__(
         self,
@@ -106,5 +106,5 @@ class CpuLinear(torch.nn.Linear):
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, input: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """[..., input] -> ([..., output], None); Megatron's linear layers return their unapplied bias beside."""
+        """Map [..., input] to ([..., output], None); the second is a bias to add, as in Megatron's linear layers."""
         return super().forward(input), None

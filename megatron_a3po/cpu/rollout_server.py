@@ -1,4 +1,4 @@
-"""How to start SGLang 0.5.23 as a rollout server on a CPU. Pure data; imports neither torch nor SGLang."""
+"""Settings to start SGLang 0.5.23 as a rollout server on a CPU. Imports neither torch nor SGLang."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,18 +6,20 @@ from pathlib import Path
 
 from megatron_a3po.errors import ConfigError
 
-# Python's byte code must be written: a server is several processes, and each would recompile six thousand modules.
+# Let servers write byte code: otherwise each process of a server would recompile six thousand modules.
 UNSET_VARIABLES = ("PYTHONDONTWRITEBYTECODE",)
 
 STAND_IN_DIRECTORY = Path(__file__).parent / "sgl_stand_in"
 
 
 def server_environment(arguments: Sequence[str] = (), python_path: str = "") -> dict[str, str]:
-    """Environment variables to add for a server process; `UNSET_VARIABLES` must be removed.
+    """Return environment variables to add for a server process. The caller removes `UNSET_VARIABLES`.
+
+    Raises ConfigError if the arguments have no valid number of tensor-parallel ranks.
 
     Args:
-        arguments: of the server's command line; of several tensor-parallel ranks, rank i is bound to core i.
-        python_path: PYTHONPATH that the server would have otherwise; the stand-in for `sgl_kernel` goes before it.
+        arguments: the server's command line. Of several tensor-parallel ranks, rank i is bound to core i.
+        python_path: PYTHONPATH of the server, to which the stand-in for `sgl_kernel` is prepended.
     """
     tensor_parallel = _tensor_parallel(arguments)
     environment = {
@@ -47,7 +49,7 @@ def _tensor_parallel(arguments: Sequence[str]) -> int:
 
 
 def server_arguments() -> list[str]:
-    """Arguments for `python -m sglang.launch_server` beside the model, the address and the tensor-parallel size."""
+    """Return arguments of `sglang.launch_server` beside the model, the address and the tensor-parallel size."""
     return [
         *("--device", "cpu"),
         *("--dtype", "float32"),

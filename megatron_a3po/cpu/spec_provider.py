@@ -1,4 +1,4 @@
-"""The CPU modules behind Megatron's `BackendSpecProvider`, in the place of its Transformer Engine provider."""
+"""Put the CPU modules behind Megatron's `BackendSpecProvider`, in place of its Transformer Engine provider."""
 
 import importlib
 from functools import partial
@@ -17,7 +17,7 @@ from megatron_a3po.cpu.modules import (
     CpuNorm,
 )
 
-# How the weights of each class lie over the tensor-parallel ranks, in megatron-bridge's words.
+# How the weights of each class are sharded over tensor-parallel ranks, in megatron-bridge's words.
 PARALLELISM_OF_MODULES: dict[type, str] = {
     CpuNorm: "replicated",
     CpuLinear: "replicated",
@@ -30,7 +30,7 @@ PARALLELISM_OF_MODULES: dict[type, str] = {
 
 
 class CpuSpecProvider(BackendSpecProvider):
-    """Which module stands for what in a layer spec; the same structure as Megatron's `TESpecProvider`."""
+    """The modules of a layer spec, structured like Megatron's `TESpecProvider`."""
 
     def linear(self) -> type:
         return CpuLinear
@@ -54,7 +54,7 @@ class CpuSpecProvider(BackendSpecProvider):
         return CpuDotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> partial[TEGroupedMLP]:
-        # Also where separate modules are asked for: both have the same checkpoint keys, and nothing is slower here.
+        # Group them even if separate modules are requested: both have the same checkpoint keys and speed here.
         submodules = GroupedMLPSubmodules(CpuColumnParallelGroupedLinear, CpuRowParallelGroupedLinear)
         return partial(TEGroupedMLP, submodules=submodules)
 
@@ -63,7 +63,10 @@ class CpuSpecProvider(BackendSpecProvider):
 
 
 def install() -> None:
-    """Let every Megatron layer spec that asks for Transformer Engine build the CPU modules instead."""
+    """Make Megatron's layer specs build the CPU modules in place of Transformer Engine's.
+
+    Raises RuntimeError if Megatron is not the version that is expected.
+    """
 
     def replace(module_name: str, **attributes: Any) -> None:
         module = importlib.import_module(f"megatron.core.{module_name}")
@@ -72,10 +75,10 @@ def install() -> None:
                 raise RuntimeError(f"megatron.core.{module_name} has no {name}: this is not Megatron-Core 0.19")
             setattr(module, name, value)
 
-    # First the provider's home, from which modules that are imported later take it.
+    # Start with the provider's home, from which modules that are imported later take it.
     replace("extensions.transformer_engine_spec_provider", TESpecProvider=CpuSpecProvider)
     replace("models.gpt.gpt_layer_specs", TESpecProvider=CpuSpecProvider, TENorm=CpuNorm)
     replace("models.gpt.moe_module_specs", TESpecProvider=CpuSpecProvider)
     replace("transformer.transformer_block", LayerNormImpl=CpuNorm)
-    # Multi-latent attention accepts no other class for its down projections than the one that it knows by this name.
+    # For its down projections, multi-latent attention accepts only the class that it knows by this name.
     replace("transformer.multi_latent_attention", TELinear=CpuLinear)
