@@ -1,6 +1,7 @@
 """What holds for all tests: deadlines that fit the machine, and who may run beside whom."""
 
 import os
+from collections.abc import Generator
 
 import pytest
 
@@ -18,11 +19,13 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"deadlines: {os.environ[deadlines.VARIABLE]} times those of two quiet cores"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    # Around all other plugins, since xdist reads the groups before any hook that is not.
     for item in items:
         _scale_timeout(config, item)
         _group(item)
+    return (yield)
 
 
 def _scale_timeout(config: pytest.Config, item: pytest.Item) -> None:
