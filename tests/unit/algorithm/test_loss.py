@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_a3po.algorithm.diagnostics import as_numbers
 from megatron_a3po.algorithm.loss import MAX_LOG_RATIO, LossOutput, a3po_loss, decoupled_ppo_loss
-from megatron_a3po.algorithm.proximal import behaviour_weight, proximal_logprobs
+from megatron_a3po.algorithm.proximal import proximal_logprobs
 
 LOW, HIGH = 0.2, 0.3
 CLIP: dict[str, Any] = {"clip_epsilon_low": LOW, "clip_epsilon_high": HIGH}
@@ -138,31 +138,6 @@ def on_an_edge(log_rho: float, d: int) -> bool:
     beta = 1 / d if d else 0.0
     log_w, log_r = log_rho * (1 - beta), log_rho * beta
     return any(abs(log_r - math.log(edge)) < 1e-4 for edge in (1 - LOW, 1 + HIGH, 2.5)) or abs(log_w - 0.405465) < 1e-4
-
-
-@seeded
-@given(st.floats(-50, 0, width=32), st.floats(-50, 0, width=32), st.integers(0, 1000))
-def test_the_proximal_policy_lies_between_behaviour_and_target(b: float, theta: float, d: int) -> None:
-    p = proximal_logprobs(torch.tensor([theta]), torch.tensor([b]), torch.tensor([d])).item()
-
-    rounding = 1e-6 * max(abs(b), abs(theta))
-    assert min(b, theta) - rounding <= p <= max(b, theta) + rounding
-    assert p == pytest.approx(theta if d == 0 else b / d + (1 - 1 / d) * theta, rel=1e-5, abs=1e-30)
-
-
-def test_the_weight_of_the_behaviour_policy_is_zero_when_fresh_and_else_one_over_the_staleness() -> None:
-    weight = behaviour_weight(torch.tensor([[0, 1], [2, 8]]))
-
-    assert weight.dtype == torch.float32
-    assert weight.tolist() == [[0.0, 1.0], [0.5, 0.125]]
-
-
-def test_the_proximal_policy_is_exact_at_both_ends_and_has_no_gradient() -> None:
-    theta, b = torch.tensor([-0.1, -0.1], requires_grad=True), torch.tensor([-0.7, -0.7])
-    p = proximal_logprobs(theta, b, torch.tensor([0, 1]))
-
-    assert torch.equal(p, torch.tensor([-0.1, -0.7]))
-    assert not p.requires_grad
 
 
 def test_versions_count_per_token_not_per_response() -> None:
