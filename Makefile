@@ -28,13 +28,13 @@ lint: setup ## formatting, ruff, types and import directions
 	$(bin)/mypy
 
 unit: setup ## tests of single parts, in parallel
-	OMP_NUM_THREADS=1 $(bin)/pytest -n logical --maxprocesses 4 --dist loadgroup tests/unit
+	OMP_NUM_THREADS=1 $(bin)/pytest -n logical --maxprocesses 4 --dist loadfile tests/unit
 
 test: check ## all that CI runs: check, then several ranks and whole runs; gpu tests skip themselves without a GPU
-	$(bin)/pytest -n 2 --dist loadgroup -m "not nightly" tests/distributed tests/e2e tests/gpu
+	$(bin)/pytest -n 2 --dist loadfile -m "not nightly" tests/distributed tests/e2e tests/gpu
 
 test-all: check ## for nights: also every layout, every place to be killed at, and long faults
-	$(bin)/pytest -n 2 --dist loadgroup tests/distributed tests/e2e tests/gpu
+	$(bin)/pytest -n 2 --dist loadfile tests/distributed tests/e2e tests/gpu
 
 parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table
