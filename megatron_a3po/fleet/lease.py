@@ -93,8 +93,8 @@ class Lease:
                 async with self._attempts:
                     is_prolonged = await self._or_refused(self._take_anew() if self._is_over else self._prolong())
             except RolloutError:
-                # Whether a server is gone is looked at elsewhere. What a busy scheduler was asked for, it may open
-                # later, and then it refuses this run for as long as a session lasts.
+                # The pool finds out whether a server is gone. A busy scheduler may open the session later, and then
+                # refuses this run for as long as that session lasts.
                 num_refused = 0
                 continue
             if is_prolonged:
@@ -122,7 +122,7 @@ class Lease:
         if not await self._try_to_open(_SESSIONS[other]):
             return False
         if self._is_over:
-            # The call may have arrived late: somebody else, who needs both but once, may have the other session.
+            # The call may have arrived late, when another run had opened the other session already.
             await self._end(_SESSIONS[other])
             return False
         self._number, self._opened = other, before

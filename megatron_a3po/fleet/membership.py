@@ -172,7 +172,7 @@ class Server:
         self._error, self.info = None, info
         self._out = asyncio.Event()
 
-    def wait_for_first_version(self) -> None:
+    def join_late(self) -> None:
         """A server that joins a run under way is out until a publication takes it in. It has not failed yet."""
         self.fail(RolloutError(f"{self.url} has not taken part in a publication yet"))
         self._num_failures = 0
@@ -231,7 +231,7 @@ class ControlCalls:
         self.lock = asyncio.Lock()
         self.current: asyncio.Task[object] | None = None
         self.groups: list[str] = []
-        """Names of the update groups that the server was asked to join, and has not answered yet to have left"""
+        """Names of the update groups that the server was asked to join and has not confirmed to have left"""
 
 
 class Membership:
@@ -244,7 +244,7 @@ class Membership:
         self.servers = tuple(servers)
         self.min_servers = len(servers) if min_servers is None else min_servers
         self.revision = 0
-        """Another number whenever other servers take part than before"""
+        """Changes whenever other servers take part than before"""
         self.num_resyncs = 0
         self._now = now
         self._quarantined: list[Server] = []
@@ -283,7 +283,7 @@ class Membership:
 
     def welcome(self, server: Server) -> None:
         """Add a server that has come since. It takes part from the next publication on."""
-        server.wait_for_first_version()
+        server.join_late()
         self.servers = (*self.servers, server)
         self._quarantined.append(server)
         logger.info("%s is new; it takes part in the next publication", server.url)
@@ -304,7 +304,7 @@ class Membership:
         server.stay_out(error)
 
     def begin_publication(self) -> None:
-        """Until its end, the publisher decides whether the servers are too few: another way to them may be left."""
+        """Until `end_publication`, too few servers are no error: the publisher may still use its fallback transport."""
         if self._publishing_since is None:
             self._publishing_since = self._now()
 

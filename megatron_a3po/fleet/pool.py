@@ -241,7 +241,7 @@ class ServerPool:
             label = await server.client.weight_version()
             if not server.is_member or before != (server.state, server.version, server.error):
                 num_missed = 0
-                continue  # it is looked at again before it takes part in a publication, or one has changed it
+                continue  # a publication has changed the server meanwhile, or looks at it before it takes part
             num_missed = num_missed + 1 if label is None else 0
             server.is_suspect = server.is_suspect or label is None
             if num_missed >= self.timings.missed_answers:

@@ -37,7 +37,7 @@ class Members:
     world_size: int
     """Of an update group: the sender and every rank of every server"""
     number: int
-    """Another one when other servers take part than before, or a server that has left its groups meanwhile"""
+    """A revision: it changes when other servers take part, or when a server has left its groups meanwhile."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Fleet:
 
     @property
     def membership(self) -> int:
-        """Another number when other servers take part than before, or a server that has left its groups meanwhile."""
+        """A revision: it changes when other servers take part, or when a server has left its groups meanwhile."""
         return self.pool.membership.revision
 
     @property
@@ -210,7 +210,7 @@ class Fleet:
         return self.pool.membership.counts()
 
     def _patience(self, timeout_seconds: float) -> float:
-        """A server that only waits for another one answers when that one is gone: it must not be given up before."""
+        """Return how long to wait for a server that may itself wait `timeout_seconds` for another one that is gone."""
         return timeout_seconds + 2 * self.pool.timings.grace_seconds
 
     def _tp_sizes(self) -> list[int]:

@@ -99,7 +99,7 @@ async def _prepare_return(pool: ServerPool, server: Server) -> ServerInfo:
         raise RolloutError(problem)
     if not await server.lease.take():
         raise RolloutError(await pool.occupied(server))
-    # Before the call that is still under way ends: the end of an update waits for requests unless the server is paused.
+    # Abort first: the control call that may still be under way waits for requests to end, unless the server is paused.
     await server.client.post("/abort_request", {"abort_all": True}, pool.timings.grace_seconds)
     await _leave(pool, server)
     return info

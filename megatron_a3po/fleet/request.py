@@ -27,7 +27,7 @@ class Patience:
     answer_seconds: float
     """A request that a living server has not answered for so long is overdue."""
     look_seconds: float
-    """Two looks find a server silent, so far apart: this process itself may have stood still."""
+    """Seconds between two looks, both of which must find a server silent: this process itself may have stood still."""
 
 
 async def ask(

@@ -37,9 +37,9 @@ class FleetTimings:
     start_look_seconds: float = 0.25
     """Between two attempts of a step of the start"""
     request_look_seconds: float = 1.0
-    """Two looks find a server silent, so far apart: this process itself may have stood still."""
+    """Seconds between two looks, both of which must find a server silent: this process itself may have stood still."""
     patience: float = 4.0
-    """A request waits for so many times the silence that costs a server its place."""
+    """A request is overdue after this many times the silence after which a server has failed."""
     grace_seconds: float = 5.0
     """For the answer of a server that only waited for the one that failed"""
     return_seconds: float = 10.0

@@ -134,7 +134,7 @@ class Preemption:
             signal.pthread_kill(ident, number)
             if self._comes_to_an_end(reader):
                 return
-            logger.error("ended by %s, without cleaning up: the main thread does not come to it", name)
+            logger.error("ended by %s, without cleaning up: the main thread is stuck in a call", name)
         else:
             logger.error("ended by %s, with nothing to clean up", name)
         os._exit(INTERRUPTED_EXIT_CODE)
