@@ -30,11 +30,12 @@ lint: setup ## formatting, ruff, types and import directions
 unit: setup ## tests of single parts, in parallel
 	OMP_NUM_THREADS=1 $(bin)/pytest -n logical --maxprocesses 4 --dist loadfile tests/unit
 
+# One after the other: four ranks that wait for each other keep two cores busy, and eight take longer than twice four.
 test: check ## all that CI runs: check, then several ranks and whole runs; gpu tests skip themselves without a GPU
-	$(bin)/pytest -n 2 --dist loadfile -m "not nightly" tests/distributed tests/e2e tests/gpu
+	$(bin)/pytest -m "not nightly" tests/distributed tests/e2e tests/gpu
 
 test-all: check ## for nights: also every layout, every place to be killed at, and long faults
-	$(bin)/pytest -n 2 --dist loadfile tests/distributed tests/e2e tests/gpu
+	$(bin)/pytest tests/distributed tests/e2e tests/gpu
 
 parity: setup ## every model in every layout against Hugging Face; writes docs/parity.md
 	OMP_NUM_THREADS=1 $(bin)/python -m tests.distributed.parity_table
