@@ -15,11 +15,12 @@ from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
 from megatron_a3po.fleet.timings import LeaseTimings
+from tests.support.deadlines import scaled
 from tests.support.scripted_server import FAST, ScriptedServer, answer, close_connection, hang
 from tests.unit.rollout.test_collector import wait_until
 
 REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
-SILENCE_SECONDS = 0.2
+SILENCE_SECONDS = scaled(0.2)
 TIMES = replace(FAST, lease=LeaseTimings(lease_seconds=SILENCE_SECONDS))
 
 
@@ -88,7 +89,7 @@ async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_
     assert len(answers) == 9 and len(fleet.servers[0].bodies("/generate")) == 3
     assert fleet.quarantined == [fleet.servers[0].url]
     error = str(fleet.pool.membership.quarantined[0].error)
-    assert f"{fleet.servers[0].url} has given no sign of life for 0.2 s" in error
+    assert f"{fleet.servers[0].url} has given no sign of life for {SILENCE_SECONDS:g} s" in error
     assert "rollout.request_timeout_seconds" in error
     assert fleet.pool.clients[0].in_flight == 0
 
@@ -120,7 +121,7 @@ async def test_a_server_that_lost_a_connection_and_never_describes_itself_again_
     assert len(await asyncio.wait_for(fleet.sample(1), 60.0)) == 1
 
     assert fleet.quarantined == [fleet.servers[0].url] and fleet.servers[0].bodies("/generate") == []
-    assert "has given no sign of life for 0.2 s" in str(fleet.pool.membership.quarantined[0].error)
+    assert f"has given no sign of life for {SILENCE_SECONDS:g} s" in str(fleet.pool.membership.quarantined[0].error)
 
 
 async def test_the_time_in_which_a_server_is_asked_nothing_is_no_silence(fleet: Fleet) -> None:
@@ -143,7 +144,10 @@ async def test_a_request_that_a_living_server_has_lost_moves_and_costs_nobody(
 
     assert len(response.output_ids) == 4 and fleet.quarantined == []
     assert len(fleet.servers[1].bodies("/generate")) == 1
-    assert f"{fleet.servers[0].url} lives, and has not answered a request for 0.8 s" in caplog.text
+    assert (
+        f"{fleet.servers[0].url} lives, and has not answered a request for {FAST.patience * SILENCE_SECONDS:g} s"
+        in caplog.text
+    )
 
 
 async def test_a_request_that_takes_longer_than_any_should_is_answered_in_the_end(fleet: Fleet) -> None:

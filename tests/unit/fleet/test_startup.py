@@ -13,6 +13,7 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.timings import LeaseTimings
 from megatron_a3po.runtime import waiting
+from tests.support.deadlines import scaled
 from tests.support.scripted_server import DEADLINE_SECONDS, FAST, PROMPT_SECONDS, Action, ScriptedServer, hang, refuse
 from tests.unit.rollout.test_collector import wait_until
 
@@ -32,8 +33,10 @@ async def pool_of(
     timings = replace(FAST, reset_seconds=0.2, lease=lease)
     urls = [server.url for server in servers]
     pool = ServerPool(urls, timeout_seconds=5.0, min_servers=min_servers, timings=timings)
-    yield pool
-    await pool.close()
+    try:
+        yield pool
+    finally:
+        await pool.close()
 
 
 @pytest.mark.parametrize("late_seconds", [0.2, 60.0])
@@ -66,14 +69,14 @@ async def test_what_is_not_ready_in_time_is_left_out_with_what_it_lacked(
 ) -> None:
     servers[1].script(path, action)
     async with pool_of(servers, 1) as pool:
-        assert len(await pool.wait_ready(1.0)) == 1
+        assert len(await pool.wait_ready(scaled(1.0))) == 1
         (out,) = pool.membership.quarantined
         assert out.url == servers[1].url
-        assert f"{out.url}: not ready within 1 s ({out.url}{path} " in str(out.error)
+        assert f"{out.url}: not ready within {scaled(1.0):g} s ({out.url}{path} " in str(out.error)
         assert "rollout.start_timeout_seconds" in str(out.error)
     async with pool_of(servers) as pool:
         with pytest.raises(RolloutError, match=rf"{servers[1].url}{path} .*fewer than publish.min_servers = 2"):
-            await pool.wait_ready(0.5)
+            await pool.wait_ready(scaled(0.5))
 
 
 async def test_a_server_of_another_run_is_left_out_long_before_the_timeout_where_the_others_are_enough(
