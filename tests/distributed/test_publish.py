@@ -208,7 +208,8 @@ def _lose_and_regain(folder: str, urls: str) -> None:
                 fleet.reject({first: "a response was lost"})
             _print_errors(partial(publisher.publish, version), "published")
             for server in fleet.pool.membership.members:
-                fleet.pool.membership.accept(server)
+                if server.is_routable:  # on rank 0, which publishes
+                    fleet.pool.membership.accept(server)
             change(model)
     end_process(0)  # a broadcast that nobody joins any more is left behind
 
