@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -115,12 +116,21 @@ def _train(parsed: argparse.Namespace) -> int:
             return 0
         if rank == 0:
             plan_resume(config.run_dir, config.resume, to_yaml(config))
+            _refuse_scorer(config)
         log_file = make_log_folder(config.run_dir) / f"rank{rank}.log"
     except ConfigError as error:
         # Under torchrun, its own report of the failure would hide what is on stderr.
         say_mistake(error, rank=rank, file=sys.stdout if "RANK" in os.environ else sys.stderr)
         return _CONFIG_MISTAKE
     return _run(config, rank, log_file)
+
+
+def _refuse_scorer(config: RunConfig) -> None:
+    """Raise ConfigError for a reward function that cannot be imported, before a run folder is made for it."""
+    from megatron_a3po.rewards.worker_pool import try_scorer
+
+    for _ in try_scorer(config):
+        pass
 
 
 def say_mistake(error: A3poError, *, rank: int, file: TextIO) -> None:
@@ -206,6 +216,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 
     try:
         config = load_config(parsed.config, parsed.overrides, {})
+        _refuse_scorer(config)
         log_file = make_log_folder(config.run_dir) / "evaluate.log"
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -240,7 +251,7 @@ def _plan(parsed: argparse.Namespace) -> int:
         from megatron_a3po.prompts.load import try_datasets
         from megatron_a3po.rewards.worker_pool import try_scorer
 
-        for line in (*try_datasets(config), *try_scorer(config)):
+        for line in chain(try_datasets(config), try_scorer(config)):
             print(line)
     except Exception as error:
         print(f"error: {_message(error)}", file=sys.stderr)

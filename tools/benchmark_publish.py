@@ -96,10 +96,6 @@ class DroppingServers:
     def checksums(self) -> dict[str, list[dict[str, str]]]:
         return {url: [{}] for url in self.urls}
 
-    @property
-    def served(self) -> list[tuple[str, str, str | None]]:
-        return []
-
     def update_from_disk(self, folder: str, version: str, timeout_seconds: float) -> None:
         raise NotImplementedError
 

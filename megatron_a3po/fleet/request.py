@@ -47,6 +47,8 @@ async def ask(
         responses = await _wait(membership, server, request, patience)
     finally:
         server.client.in_flight -= 1
+    if not server.is_member:  # since the answer came: the event loop has gone on between
+        raise Quarantined(f"{server.url} was put into quarantine")
     if (problem := server.label_problem(responses, confirmed)) is not None:
         membership.quarantine(server, problem)
         raise Quarantined(f"{server.url} was put into quarantine")

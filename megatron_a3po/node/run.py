@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -154,7 +155,7 @@ def _dry_run(recipe: Recipe, node: Node, overrides: Sequence[str]) -> int:
         check_gpus(config, node)
     except ConfigError as error:
         print(f"not possible on this machine: {error}")
-    for line in (*try_datasets(config), *try_scorer(config)):
+    for line in chain(try_datasets(config), try_scorer(config)):
         print(line)
     print("configuration, model folder and datasets are valid")
     return 0

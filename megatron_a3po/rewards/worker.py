@@ -198,9 +198,7 @@ def _start(requests: BufferedReader, send: Callable[[Ready | Answer], None]) -> 
         scorer = make_scorer(start.spec)
     except BaseException as error:
         traceback.print_exc()
-        unexpected = (
-            f"reward.scorer = {start.spec.scorer!r}: {_message(error)}; correct the scorer, see the rewards' log"
-        )
+        unexpected = f"reward.scorer = {start.spec.scorer!r}: {_message(error)}; correct the scorer"
         send(Ready(error=str(error) if isinstance(error, RewardError) else unexpected))
         return None
     send(Ready(error=None))

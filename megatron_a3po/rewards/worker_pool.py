@@ -3,8 +3,10 @@
 import asyncio
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -68,14 +70,19 @@ def worker_settings(config: RunConfig) -> WorkerSettings:
 
 
 def try_scorer(config: RunConfig) -> Iterator[str]:
-    """Import a user's reward function in a worker, as a run does, and yield a line about it. Raises ConfigError."""
+    """Import a user's reward function in a worker, as a run does, and yield a line about it.
+
+    The log of the worker stays if that fails. Raises ConfigError.
+    """
     settings = worker_settings(config)
     name = settings.spec.scorer
     if ":" not in name or "://" in name:
         return
 
+    folder = Path(tempfile.mkdtemp(prefix="a3po_scorer_"))
+
     async def try_worker() -> None:
-        workers = RewardWorkers(replace(settings, log_file=Path(os.devnull)))
+        workers = RewardWorkers(replace(settings, log_file=folder / "rewards.log"))
         workers.start()
         try:
             await workers.ready()
@@ -86,6 +93,7 @@ def try_scorer(config: RunConfig) -> Iterator[str]:
         asyncio.run(try_worker())
     except RewardError as error:
         raise ConfigError(str(error)) from error
+    shutil.rmtree(folder)
     yield f"reward.scorer: {name} can be imported"
 
 
@@ -245,7 +253,7 @@ class _Worker:
                 f"scorer; see {self._log_file}, or raise reward.worker_memory_bytes"
             ) from None
         if ready.error is not None:
-            raise RewardError(ready.error)
+            raise RewardError(f"{ready.error}; see {self._log_file}")
 
     async def score(self, groups: Sequence[Sequence[Sample]], timeout_seconds: float) -> list[Outcome]:
         """Return the outcomes in order, at least one, up to a failure after which the worker is not usable."""

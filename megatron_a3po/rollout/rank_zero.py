@@ -86,7 +86,7 @@ class RankZeroRollouts:
         say(f"waiting for the rollout server{'s' * (len(urls) > 1)} at {', '.join(urls)}{log}")
         self._loop.run(self._pool.wait_ready(self._config.rollout.start_timeout_seconds))
         say("the rollout server is ready")
-        self._loop.run(self._workers.raise_if_failed())
+        self._loop.run(self._workers.ready())
         if self._key is None and (open_urls := [url for url in urls if not is_loopback(url)]):
             logger.warning(
                 "without a key, everybody who reaches %s can read and replace the weights; start servers with a key, "

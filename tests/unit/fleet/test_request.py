@@ -10,10 +10,13 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
+from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet import client as client_module
 from megatron_a3po.fleet import recovery
+from megatron_a3po.fleet.membership import Quarantined
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
+from megatron_a3po.fleet.request import Patience, ask
 from megatron_a3po.fleet.timings import LeaseTimings
 from tests.support.deadlines import scaled
 from tests.support.scripted_server import FAST, ScriptedServer, answer, close_connection, hang
@@ -210,3 +213,34 @@ async def test_what_one_server_is_asked_for_goes_to_another_when_it_lives_and_do
 
     assert len(fleet.servers[0].bodies("/generate")) == 1
     assert fleet.quarantined == []
+
+
+@pytest.mark.parametrize("iterations", range(8))
+async def test_a_response_that_comes_as_its_server_goes_into_quarantine_is_used_or_asked_for_again(
+    fleet: Fleet, iterations: int
+) -> None:
+    """A response without version labels, as an aborted one is, shows nothing wrong by itself."""
+    server = fleet.pool.membership.servers[0]
+    response = (await fleet.pool.generate(REQUEST))[0]
+    unlabelled = response.model_copy(
+        update={"meta_info": response.meta_info.model_copy(update={"weight_versions": []})}
+    )
+
+    async def quarantine_later() -> None:
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        fleet.pool.membership.quarantine(server, RolloutError("it failed"))
+
+    async def generate(_: object) -> list[GenerateResponse]:
+        failing.append(asyncio.create_task(quarantine_later()))
+        return [unlabelled]
+
+    failing: list[asyncio.Task[None]] = []
+    server.client.generate = generate  # type: ignore[method-assign]
+    patience = Patience(silence_seconds=60.0, answer_seconds=60.0, look_seconds=60.0)
+    try:
+        assert await ask(fleet.pool.membership, server, REQUEST, patience) == [unlabelled]
+    except Quarantined:
+        await failing[0]
+    await asyncio.gather(*failing)
+    assert not server.is_member

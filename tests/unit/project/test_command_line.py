@@ -10,6 +10,7 @@ from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import ConfigError
 from megatron_a3po.evaluate import evaluate
 from tests.support.paths import ROOT
+from tests.support.tiny_models import save_tiny_model
 from tests.unit.project.test_recipes import checkout as checkout
 from tests.unit.project.test_recipes import readable as readable
 
@@ -48,3 +49,18 @@ def test_an_evaluation_is_not_written_over(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="step_00000020"):
         evaluate(config, "step_00000020")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_reward_function_that_is_not_there_leaves_no_run_folder(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mistake is mended and the same command given again: the folder must not hold the wrong configuration."""
+    save_tiny_model("qwen3", tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    config = [f"model={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}", "parallel.tensor=1", "parallel.pipeline=1"]
+    config += ["reward.scorer=tests.support.reward_functions:lenght"]
+    assert main([command, "--config", str(ROOT / "configs" / "tiny_cpu.yaml"), *config]) == 2
+    error = capsys.readouterr().err
+    assert "reward.scorer" in error and "length" in error
+    assert not (tmp_path / "run").exists()
