@@ -1,6 +1,7 @@
 """Settings to start SGLang 0.5.23 as a rollout server on a CPU. Imports neither torch nor SGLang."""
 
 import argparse
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def server_environment(arguments: Sequence[str] = (), python_path: str = "") -> 
         environment["SGLANG_NCCL_SO_PATH"] = "/nonexistent/libnccl.so"  # its NCCL wrapper asserts a CUDA device
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tensor_parallel))
     return environment
+
+
+def fork_processes() -> None:
+    """Let SGLang fork its processes from the one that has imported it, instead of having each import it again.
+
+    It asks for spawned ones, as CUDA demands, which takes each of them ten seconds of a core. Here it forks before it
+    has started a thread.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def _tensor_parallel(arguments: Sequence[str]) -> int:

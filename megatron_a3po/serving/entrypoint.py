@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_a3po.config.server_key import KEY_VARIABLE
+from megatron_a3po.cpu.rollout_server import fork_processes
 from megatron_a3po.runtime.processes import start_watchdog
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str]) -> None:
     server_args = prepare_server_args(list(arguments))
     if key is not None:
         _protect(server_args, key)
+    if server_args.device == "cpu":
+        fork_processes()
     try:
         run_server(server_args)
     finally:

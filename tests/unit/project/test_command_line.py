@@ -57,7 +57,8 @@ def test_a_reward_function_that_is_not_there_leaves_no_run_folder(
 ) -> None:
     """The mistake is mended and the same command given again: the folder must not hold the wrong configuration."""
     save_tiny_model("qwen3", tmp_path / "model")
-    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
     config = [f"model={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}", "parallel.tensor=1", "parallel.pipeline=1"]
     config += ["reward.scorer=tests.support.reward_functions:lenght"]
     assert main([command, "--config", str(ROOT / "configs" / "tiny_cpu.yaml"), *config]) == 2
