@@ -1,6 +1,6 @@
 """Ranks that are forked from one process which has imported everything: that takes longer than most tests.
 
-As a program it takes jobs for `launch.run_ranks`, a line of JSON each, and answers with a line about their end.
+As a program it takes jobs from `launch.end_of_ranks`, a line of JSON each, and answers with a line about their end.
 """
 
 import dataclasses
@@ -11,8 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -42,26 +41,23 @@ def import_everything() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forked ranks"
 
 
-def serve_jobs(run: Callable[[Any], Any]) -> None:
-    """Answer each line of JSON on stdin with what `run` makes of it, until stdin ends or the parent is gone."""
+def serve_jobs() -> None:
+    """Answer each line of JSON on stdin with how its ranks ended, until stdin ends or the parent is gone."""
     from megatron_a3po.runtime.processes import die_with_parent
 
     die_with_parent(signal.SIGKILL)
     import_everything()
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
+        print(json.dumps(dataclasses.asdict(run(json.loads(line)))), flush=True)
 
 
-def fork_ranks(world_size: int, rank_main: Callable[[int], int], log: str, timeout_seconds: float) -> Ended:
-    """Call `rank_main(rank)`, which returns the exit code, in processes that write to `LOG.rankN`.
-
-    When one has failed the others are killed, as when their machine goes.
-    """
-    ranks = {_fork(rank, rank_main, f"{log}.rank{rank}"): rank for rank in range(world_size)}
+def run(job: Mapping[str, Any]) -> Ended:
+    """Run the ranks of a job. When one has failed the others are killed, as when their machine goes."""
+    ranks = {_fork(job, rank): rank for rank in range(job["world_size"])}
     codes: dict[int, int] = {}
     failed_first: list[int] = []
-    deadline, is_late = time.monotonic() + timeout_seconds, False
+    deadline, is_late = time.monotonic() + job["timeout_seconds"], False
     while ranks:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended:
@@ -74,10 +70,10 @@ def fork_ranks(world_size: int, rank_main: Callable[[int], int], log: str, timeo
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
     failed_first = failed_first or [rank for rank, code in codes.items() if code]
-    return Ended(codes=[codes[rank] for rank in range(world_size)], failed_first=failed_first, is_late=is_late)
+    return Ended(codes=[code for _, code in sorted(codes.items())], failed_first=failed_first, is_late=is_late)
 
 
-def _fork(rank: int, rank_main: Callable[[int], int], log: str) -> int:
+def _fork(job: Mapping[str, Any], rank: int) -> int:
     """The process id, in the parent."""
     from megatron_a3po.runtime.processes import die_with_parent, end_process
 
@@ -86,26 +82,17 @@ def _fork(rank: int, rank_main: Callable[[int], int], log: str) -> int:
     code = 1
     try:
         die_with_parent(signal.SIGKILL)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open(f"{job['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number in (1, 2):
             os.dup2(output, number)
-        code = rank_main(rank)
+        os.environ.clear()
+        os.environ.update(job["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        runpy.run_path(job["path"])[job["name"]](*job["arguments"])
+        code = 0
     except BaseException:
         traceback.print_exc()
     end_process(code)
 
 
-def _run(job: Mapping[str, Any]) -> dict[str, Any]:
-    call = partial(_call, job)
-    return dataclasses.asdict(fork_ranks(job["world_size"], call, job["log"], job["timeout_seconds"]))
-
-
-def _call(job: Mapping[str, Any], rank: int) -> int:
-    os.environ.clear()
-    os.environ.update(job["environment"] | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    runpy.run_path(job["path"])[job["name"]](*job["arguments"])
-    return 0
-
-
 if __name__ == "__main__":
-    serve_jobs(_run)
+    serve_jobs()

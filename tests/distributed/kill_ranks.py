@@ -1,6 +1,5 @@
-"""Four ranks of whole runs, one of which kills itself at a chosen place: the program behind test_kill_anywhere.
+"""Ranks of whole runs that kill themselves at a chosen place.
 
-One line of JSON (`config`, `fault`, `ranks` that have it, `log`) is one run; the answer is a line with the exit codes.
 The product knows nothing of it: functions of it are wrapped here.
 """
 
@@ -16,18 +15,13 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from megatron_a3po.runtime.processes import free_port
-from tests.distributed.forks import fork_ranks, serve_jobs
 from tests.support.deadlines import scaled
 
-WORLD_SIZE = 4
 DEADLINE_SECONDS = scaled(100.0)
-TOO_LATE = 99
 NOW = SimpleNamespace(training=0, saving=0, publishing=-1, training_begins={3: threading.Event(), 4: threading.Event()})
 """Steps that this rank trains and saves, the version that it publishes."""
 KILLED_STEP, KILLED_SAVE = 3, 2
@@ -210,28 +204,15 @@ def digest(batch: list[Any], advantages: Any) -> str:
     return seen.hexdigest()
 
 
-def run_rank(job: dict[str, Any], port: int, rank: int) -> int:
-    """One rank, from the fork to its exit code."""
+def run_rank(config: str, fault: str, ranks: str) -> None:
+    """Train with a configuration in JSON. `fault`: the function here that kills these ranks, a list in JSON."""
     from megatron_a3po.config import RunConfig
 
-    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
-    os.environ |= addresses | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    config = RunConfig.model_validate(job["config"])
-    observe(config.run_dir)
-    if rank in job["ranks"]:
-        globals()[job["fault"]]()
+    validated = RunConfig.model_validate(json.loads(config))
+    observe(validated.run_dir)
+    if int(os.environ["RANK"]) in json.loads(ranks):
+        globals()[fault]()
     from megatron_a3po.train import train
 
-    train(config)
-    return 0
-
-
-def launch(job: dict[str, Any]) -> list[int]:
-    """Exit codes of the ranks; past the deadline, which looks like a kill, TOO_LATE for each."""
-    ended = fork_ranks(WORLD_SIZE, partial(run_rank, job, free_port()), job["log"], DEADLINE_SECONDS)
-    return [TOO_LATE] * WORLD_SIZE if ended.is_late else ended.codes
-
-
-if __name__ == "__main__":
-    serve_jobs(launch)
+    train(validated)

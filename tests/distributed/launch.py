@@ -22,6 +22,7 @@ RANK_ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
+    "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
@@ -35,36 +36,51 @@ def run_ranks(
 ) -> str:
     """Call `function(*arguments)` in `world_size` processes of their own; return what rank 0 printed.
 
-    The processes find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, as under
-    torchrun. `with_gpus`: fresh processes; else forks of one where the CPU's modules are installed (`forks.py`), which
-    see no GPU. The function must live at the top level of its module, which must be importable by path.
-
     Raises:
         AssertionError: a rank failed or the deadline passed. The message has the output of the ranks that failed
             first; their siblings, which would wait for them in a collective, are killed.
     """
-    path = str(sys.modules[function.__module__].__file__)
-    environment = _environment() | {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        job = {
-            "path": path,
-            "name": function.__name__,
-            "arguments": arguments,
-            "world_size": world_size,
-            "environment": environment,
-            "log": f"{directory}/log",
-            "timeout_seconds": scaled(timeout_seconds),
-        }
-        ended = _spawn(job) if with_gpus else _fork(job)
-        logs = [Path(f"{directory}/log.rank{rank}") for rank in range(world_size)]
+        log = Path(directory) / "log"
+        ended = end_of_ranks(function, world_size, *arguments, log=log, timeout=timeout_seconds, with_gpus=with_gpus)
         late = [rank for rank, code in enumerate(ended.codes) if code == -signal.SIGKILL] if ended.is_late else []
         failures = [f"rank {rank} ended with {ended.codes[rank]}" for rank in ended.failed_first if rank not in late]
         failures += [f"rank {rank} passed the deadline" for rank in late]
         assert not failures, "; ".join(failures) + "".join(
-            f"\n--- rank {rank} ---\n{logs[rank].read_text(errors='replace')[-4000:]}"
-            for rank in {*ended.failed_first, *late}
+            f"\n--- rank {rank} ---\n{output_of(log, rank)[-4000:]}" for rank in {*ended.failed_first, *late}
         )
-        return logs[0].read_text(errors="replace")
+        return output_of(log, 0)
+
+
+def end_of_ranks(
+    function: Callable[..., None],
+    world_size: int,
+    *arguments: str,
+    log: Path,
+    timeout: float,
+    with_gpus: bool = False,
+) -> Ended:
+    """Call `function(*arguments)` in `world_size` processes, which write to `LOG.rankN`; return how they ended.
+
+    The processes find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, as under
+    torchrun. `with_gpus`: fresh processes; else forks of one where the CPU's modules are installed (`forks.py`), which
+    see no GPU. The function must live at the top level of its module, which must be importable by path.
+    """
+    job = {
+        "path": str(sys.modules[function.__module__].__file__),
+        "name": function.__name__,
+        "arguments": arguments,
+        "world_size": world_size,
+        "environment": _environment() | {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(free_port())},
+        "log": str(log),
+        "timeout_seconds": scaled(timeout),
+    }
+    return _spawn(job) if with_gpus else _fork(job)
+
+
+def output_of(log: Path, rank: int) -> str:
+    """Return what a rank has written so far."""
+    return Path(f"{log}.rank{rank}").read_text(errors="replace")
 
 
 def _environment() -> dict[str, str]:
@@ -74,7 +90,7 @@ def _environment() -> dict[str, str]:
 
 
 def _fork(job: dict[str, Any]) -> Ended:
-    program = _forking_program()
+    program = forking_program()
     assert program.stdin is not None and program.stdout is not None
     program.stdin.write(json.dumps(job | {"environment": job["environment"] | {"CUDA_VISIBLE_DEVICES": ""}}) + "\n")
     program.stdin.flush()
@@ -82,8 +98,8 @@ def _fork(job: dict[str, Any]) -> Ended:
 
 
 @functools.cache
-def _forking_program() -> subprocess.Popen[str]:
-    """One for all tests; it ends with this process."""
+def forking_program() -> subprocess.Popen[str]:
+    """Start what forks ranks, once for all tests and one job at a time. It ends with the thread that starts it."""
     command = [sys.executable, "-m", "tests.distributed.forks"]
     environment = _environment() | {"CUDA_VISIBLE_DEVICES": ""}
     program = subprocess.Popen(

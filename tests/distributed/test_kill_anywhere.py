@@ -4,10 +4,7 @@ Runs are whole ones on TP2 x PP2, with publications to a server whose answers de
 """
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_a3po.runtime.manifest import check, file_names
-from tests.distributed.launch import RANK_ENVIRONMENT
+from tests.distributed import kill_ranks
+from tests.distributed.launch import end_of_ranks
 from tests.support.scripted_rollouts import make_model, scripted_server, settings
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -64,32 +62,17 @@ OTHERS = [name for name in KILLS if name not in EVERY_TIME]
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """Starts a run with these settings, and returns the exit codes of its ranks."""
-    folder = tmp_path_factory.mktemp("runs")
-    model = make_model(folder / "model")
-    environment = os.environ | RANK_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [sys.executable, "-m", "tests.distributed.kill_ranks"]
-    with (
-        scripted_server() as server,
-        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program,
-    ):
-        assert program.stdin is not None and program.stdout is not None
-        ready = program.stdout.readline()
+    model = make_model(tmp_path_factory.mktemp("runs") / "model")
+    with scripted_server() as server:
 
         def launch(run_dir: Path, fault: str = "", ranks: tuple[int, ...] = (), **changes: Any) -> list[int]:
-            assert ready == "ready\n" and program.stdin is not None and program.stdout is not None
-            job = {
-                "config": settings(model, run_dir, server.url, **changes),
-                "fault": fault,
-                "ranks": ranks,
-                "log": str(run_dir.with_suffix(".log")),
-            }
-            program.stdin.write(json.dumps(job) + "\n")
-            program.stdin.flush()
-            return list(json.loads(program.stdout.readline()))
+            config = json.dumps(settings(model, run_dir, server.url, **changes))
+            arguments, log = (config, fault, json.dumps(ranks)), run_dir.with_suffix(".log")
+            ended = end_of_ranks(kill_ranks.run_rank, 4, *arguments, log=log, timeout=100.0)
+            assert not ended.is_late
+            return ended.codes
 
         yield launch
-        program.stdin.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
