@@ -15,14 +15,14 @@ from megatron_a3po.fleet import client as client_module
 from megatron_a3po.fleet import recovery
 from megatron_a3po.fleet.membership import Quarantined
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
+from megatron_a3po.fleet.protocol import GenerateResponse
 from megatron_a3po.fleet.request import Patience, ask
 from megatron_a3po.fleet.timings import LeaseTimings
 from tests.support.deadlines import scaled
 from tests.support.scripted_server import FAST, ScriptedServer, answer, close_connection, hang
+from tests.unit.fleet.conftest import REQUEST, quarantined, sample
 from tests.unit.rollout.test_collector import wait_until
 
-REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 SILENCE_SECONDS = scaled(0.2)
 TIMES = replace(FAST, lease=LeaseTimings(lease_seconds=SILENCE_SECONDS))
 
@@ -36,17 +36,14 @@ class Fleet:
         self.pool = ServerPool(urls, timeout_seconds=SILENCE_SECONDS, min_servers=1, timings=TIMES)
         self.pool.membership.confirm(3)
 
-    @property
-    def quarantined(self) -> list[str]:
-        return [server.url for server in self.pool.membership.quarantined]
-
     def keep_alive(self, *numbers: int) -> None:
         """The schedulers of these servers answer at any time."""
         for number in numbers:
             self.pool.membership.servers[number].lease.last_answer = math.inf
 
-    def sample(self, number: int) -> asyncio.Future[list[list[GenerateResponse]]]:
-        return asyncio.gather(*(self.pool.generate(REQUEST) for _ in range(number)))
+    def generate_for(self, seconds: float) -> None:
+        for server in self.servers:
+            server.generation_seconds = lambda _: seconds
 
 
 @pytest_asyncio.fixture
@@ -58,26 +55,15 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield fleet
 
 
-async def test_servers_that_are_slow_and_alive_keep_their_place_and_every_response_arrives(fleet: Fleet) -> None:
-    fleet.keep_alive(0, 1, 2)
-    for server in fleet.servers:
-        server.generation_seconds = lambda _: 3 * SILENCE_SECONDS
-
-    answers = await asyncio.wait_for(fleet.sample(12), 60.0)
-
-    assert len(answers) == 12 and all(len(responses[0].output_ids) == 4 for responses in answers)
-    assert fleet.quarantined == []
-
-
-async def test_the_answers_that_the_lease_gets_show_that_a_server_lives(fleet: Fleet) -> None:
+async def test_servers_that_are_slow_keep_their_place_since_the_answers_that_the_lease_gets_show_that_they_live(
+    fleet: Fleet,
+) -> None:
+    fleet.generate_for(3 * SILENCE_SECONDS)
     for server in fleet.pool.membership.servers:
         assert await server.lease.take()
-    for scripted in fleet.servers:
-        scripted.generation_seconds = lambda _: 3 * SILENCE_SECONDS
-
-    await asyncio.wait_for(fleet.sample(3), 60.0)
-
-    assert fleet.quarantined == []
+    answers = await sample(fleet.pool, 12)
+    assert len(answers) == 12 and all(len(response.output_ids) == 4 for response in answers)
+    assert quarantined(fleet.pool) == []
 
 
 async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_move(fleet: Fleet) -> None:
@@ -86,11 +72,9 @@ async def test_a_server_whose_scheduler_is_blocked_is_left_out_and_its_requests_
     assert await fleet.pool.membership.servers[0].lease.take()
     for path in ("/open_session", "/server_info", "/generate"):
         fleet.servers[0].script(path, hang)
-
-    answers = await asyncio.wait_for(fleet.sample(9), 60.0)
-
+    answers = await sample(fleet.pool, 9)
     assert len(answers) == 9 and len(fleet.servers[0].bodies("/generate")) == 3
-    assert fleet.quarantined == [fleet.servers[0].url]
+    assert quarantined(fleet.pool) == [fleet.servers[0].url]
     error = str(fleet.pool.membership.quarantined[0].error)
     assert f"{fleet.servers[0].url} has given no sign of life for {SILENCE_SECONDS:g} s" in error
     assert "rollout.request_timeout_seconds" in error
@@ -105,10 +89,8 @@ async def test_servers_that_lost_a_connection_and_are_too_busy_to_describe_thems
     for server, scripted in zip(fleet.pool.membership.servers, fleet.servers, strict=True):
         server.is_suspect = True
         scripted.script("/server_info", hang, calls=range(2, 6))
-
-    answers = await asyncio.wait_for(fleet.sample(3), 60.0)
-
-    assert len(answers) == 3 and fleet.quarantined == []
+    answers = await sample(fleet.pool, 3)
+    assert len(answers) == 3 and quarantined(fleet.pool) == []
     assert [len(server.bodies("/generate")) for server in fleet.servers] == [1, 1, 1]
     assert not any(server.is_suspect for server in fleet.pool.membership.servers)
 
@@ -120,10 +102,8 @@ async def test_a_server_that_lost_a_connection_and_never_describes_itself_again_
     fleet.keep_alive(1, 2)
     fleet.pool.membership.servers[0].is_suspect = True
     fleet.servers[0].script("/server_info", hang)
-
-    assert len(await asyncio.wait_for(fleet.sample(1), 60.0)) == 1
-
-    assert fleet.quarantined == [fleet.servers[0].url] and fleet.servers[0].bodies("/generate") == []
+    assert len(await sample(fleet.pool, 1)) == 1
+    assert quarantined(fleet.pool) == [fleet.servers[0].url] and fleet.servers[0].bodies("/generate") == []
     assert f"has given no sign of life for {SILENCE_SECONDS:g} s" in str(fleet.pool.membership.quarantined[0].error)
 
 
@@ -131,44 +111,37 @@ async def test_the_time_in_which_a_server_is_asked_nothing_is_no_silence(fleet: 
     fleet.pool._silence_seconds = 60.0
     fleet.pool.membership.servers[0].last_heard -= 100.0
     fleet.servers[0].generation_seconds = lambda _: 3 * FAST.request_look_seconds
-
-    await asyncio.wait_for(fleet.sample(1), 60.0)
-
-    assert len(fleet.servers[0].bodies("/generate")) == 1 and fleet.quarantined == []
+    await sample(fleet.pool, 1)
+    assert len(fleet.servers[0].bodies("/generate")) == 1 and quarantined(fleet.pool) == []
 
 
-async def test_a_request_that_a_living_server_has_lost_moves_and_costs_nobody(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_chosen", [False, True])
+async def test_a_request_that_a_living_server_does_not_answer_moves_and_costs_nobody(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture, is_chosen: bool
 ) -> None:
+    """Sooner where that server was asked for."""
     fleet.keep_alive(0, 1, 2)
-    fleet.servers[0].script("/generate", hang, calls=range(1, 2))
-
-    ((response,),) = await asyncio.wait_for(fleet.sample(1), 60.0)
-
-    assert len(response.output_ids) == 4 and fleet.quarantined == []
-    assert len(fleet.servers[1].bodies("/generate")) == 1
-    assert (
-        f"{fleet.servers[0].url} lives, and has not answered a request for {FAST.patience * SILENCE_SECONDS:g} s"
-        in caplog.text
-    )
+    fleet.servers[0].script("/generate", hang)
+    first = fleet.pool.membership.servers[0]
+    (response,) = await asyncio.wait_for(fleet.pool.generate(REQUEST, first if is_chosen else None), 60.0)
+    assert len(response.output_ids) == 4 and quarantined(fleet.pool) == []
+    assert [len(server.bodies("/generate")) for server in fleet.servers] == [1, 1, 0]
+    seconds = (1.0 if is_chosen else FAST.patience) * SILENCE_SECONDS
+    assert f"{first.url} lives, and has not answered a request for {seconds:g} s" in caplog.text
 
 
 async def test_a_request_that_takes_longer_than_any_should_is_answered_in_the_end(fleet: Fleet) -> None:
     fleet.keep_alive(0, 1, 2)
-    for server in fleet.servers:
-        server.generation_seconds = lambda _: 1.2 * FAST.patience * SILENCE_SECONDS
-
-    ((response,),) = await asyncio.wait_for(fleet.sample(1), 60.0)
-
-    assert len(response.output_ids) == 4 and fleet.quarantined == []
+    fleet.generate_for(1.2 * FAST.patience * SILENCE_SECONDS)
+    (response,) = await sample(fleet.pool, 1)
+    assert len(response.output_ids) == 4 and quarantined(fleet.pool) == []
 
 
 async def test_a_pause_longer_than_any_patience_costs_nobody(fleet: Fleet) -> None:
     """Nor are requests given to others, since their time does not run."""
     states = fleet.pool.membership
-    for server in fleet.servers:
-        server.generation_seconds = lambda _: 0.05
-    requests = fleet.sample(6)
+    fleet.generate_for(0.05)
+    requests = asyncio.create_task(sample(fleet.pool, 6))
     await wait_until(lambda: sum(server.in_flight for server in fleet.servers) == 6)
     states.begin_publication()
     await fleet.pool.post_to_all("/pause_generation", {"mode": "retract"}, 60.0)
@@ -180,7 +153,7 @@ async def test_a_pause_longer_than_any_patience_costs_nobody(fleet: Fleet) -> No
     await fleet.pool.post_to_all("/continue_generation", {}, 60.0)
 
     assert len(await asyncio.wait_for(requests, 60.0)) == 6
-    assert fleet.quarantined == []
+    assert quarantined(fleet.pool) == []
     assert sum(len(server.bodies("/generate")) for server in fleet.servers) == 6
 
 
@@ -203,16 +176,6 @@ async def test_what_keeps_a_server_out_is_told_whenever_it_is_something_else(
     assert str(server.error) == told[2]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == [f"{text}; {late.url} stays in quarantine" for text in (told[0], told[2])]
-
-
-async def test_what_one_server_is_asked_for_goes_to_another_when_it_lives_and_does_not_answer(fleet: Fleet) -> None:
-    fleet.keep_alive(0, 1, 2)
-    fleet.servers[0].script("/generate", hang)
-
-    await asyncio.wait_for(fleet.pool.generate(REQUEST, fleet.pool.membership.servers[0]), 30.0)
-
-    assert len(fleet.servers[0].bodies("/generate")) == 1
-    assert fleet.quarantined == []
 
 
 @pytest.mark.parametrize("iterations", range(8))
