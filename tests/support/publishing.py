@@ -1,7 +1,10 @@
 """Publication from a process of one rank to scripted servers, whose receivers are real ranks of gloo groups."""
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,9 @@ from torch import Tensor
 from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.event_loop import EventLoopThread
 from megatron_a3po.fleet.pool import ServerPool
+from megatron_a3po.fleet.protocol import GenerateResponse
 from megatron_a3po.fleet.publication import Fleet
+from megatron_a3po.fleet.timings import FleetTimings
 from megatron_a3po.hf.safetensors_format import TensorSpec
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.plan import Bucket, PartSpec, make_plan
@@ -18,12 +23,16 @@ from megatron_a3po.weights.publisher import Transport, WeightPublisher
 from megatron_a3po.weights.shards import Holdings, ParameterShard
 from megatron_a3po.weights.transports.group import GroupTransport
 from megatron_a3po.weights.wait_times import WaitTimes
+from tests.support.deadlines import scaled
 from tests.support.receiver import Receiver
-from tests.support.scripted_server import FAST, ScriptedServer
+from tests.support.scripted_server import DEADLINE_SECONDS, FAST, REQUEST, ScriptedServer
 
 Named = list[tuple[str, Tensor]]
 UPDATE = "/update_weights_from_distributed"
 FROM_DISK = "/update_weights_from_disk"
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+CONTINUE = "/continue_generation"
+SHORT = WaitTimes(late_server_seconds=0.1, abort_seconds=0.5)
 
 
 @contextmanager
@@ -42,11 +51,11 @@ def serve(*receivers: Receiver | None) -> Iterator[list[ScriptedServer]]:
 
 
 @contextmanager
-def fleet_of(*urls: str, min_servers: int | None = None, pause_mode: str = "retract") -> Iterator[Fleet]:
+def fleet_of(*urls: str, timings: FleetTimings = FAST, **options: Any) -> Iterator[Fleet]:
     """Connect to the servers, as rank 0 of a run does."""
 
     async def build() -> ServerPool:
-        return ServerPool(list(urls), timeout_seconds=5.0, min_servers=min_servers, pause_mode=pause_mode, timings=FAST)
+        return ServerPool(list(urls), timeout_seconds=5.0, timings=timings, **options)
 
     loop = EventLoopThread()
     try:
@@ -118,21 +127,60 @@ def make_publisher(
     return WeightPublisher(source, groups, fleet, world(), timer=PhaseTimer(), fallback=fallback)
 
 
+class Run:
+    """A publisher of one rank, and its servers."""
+
+    def __init__(self, servers: list[ScriptedServer], fleet: Fleet, publisher: WeightPublisher) -> None:
+        self.servers, self.fleet, self.publisher = servers, fleet, publisher
+        self.seconds = 0.0
+        """How long the last publication took, also when it failed"""
+
+    def publish(self, version: int) -> dict[str, float]:
+        start = time.monotonic()
+        try:
+            return self.publisher.publish(version)
+        finally:
+            self.seconds = time.monotonic() - start
+            assert self.seconds < DEADLINE_SECONDS, "less than a silent server stays silent"
+
+    def sampled(self) -> tuple[set[str], set[int]]:
+        """URLs of the servers that answer requests, and the versions of what is accepted."""
+        pool, before = self.fleet.pool, [len(server.bodies("/generate")) for server in self.servers]
+        for server in self.servers:
+            server.generation_seconds = lambda _: 0.05
+
+        async def sample() -> list[list[GenerateResponse]]:
+            return await asyncio.gather(*(pool.generate(REQUEST) for _ in range(4)))
+
+        answers = self.fleet.loop.run(sample(), scaled(10.0))
+        counts = zip(self.servers, before, strict=True)
+        asked = {server.url for server, count in counts if len(server.bodies("/generate")) > count}
+        return asked, {int(span.version) for (answer,) in answers for span in answer.meta_info.weight_versions}
+
+    @property
+    def quarantined(self) -> list[str]:
+        return [server.url for server in self.fleet.pool.membership.quarantined]
+
+
 @contextmanager
-def publishing(
-    servers: list[ScriptedServer],
-    tensors: Callable[[], Named],
-    *,
-    bucket_bytes: int = 1 << 20,
+def running(
+    *receivers: Receiver | None,
+    tensors: Callable[[], Named] | None = None,
+    bucket_bytes: int = 120,
     timeout_seconds: float = 20.0,
     times: WaitTimes | None = None,
-) -> Iterator[WeightPublisher]:
-    """Publish to the servers through process groups."""
+    num_known: int | None = None,
+    **options: Any,
+) -> Iterator[Run]:
+    """Publish through process groups to a server for each receiver, of which the first `num_known` are known."""
     with (
-        fleet_of(*(server.url for server in servers)) as fleet,
-        make_publisher(OneRank(tensors, bucket_bytes), fleet, timeout_seconds, times=times) as publisher,
+        serve(*receivers) as servers,
+        fleet_of(*(server.url for server in servers[:num_known]), **options) as fleet,
+        make_publisher(
+            OneRank(tensors or some_tensors, bucket_bytes), fleet, timeout_seconds, times=times or SHORT
+        ) as publisher,
     ):
-        yield publisher
+        yield Run(servers, fleet, publisher)
 
 
 def some_tensors() -> Named:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from megatron_a3po.fleet.protocol import generate_request
 from megatron_a3po.fleet.timings import FleetTimings
 from tests.support.deadlines import scaled
 from tests.support.receiver import Json, Receiver
@@ -27,6 +28,7 @@ FAST = FleetTimings(
     flush_seconds=0.001,
 )
 """Times of a fleet whose servers answer from this process"""
+REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
 DEADLINE_SECONDS = scaled(60.0)
 """A silent server stays so."""
 PROMPT_SECONDS = scaled(20.0)

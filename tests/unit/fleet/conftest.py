@@ -8,10 +8,8 @@ from typing import Any
 import pytest_asyncio
 
 from megatron_a3po.fleet.pool import ServerPool
-from megatron_a3po.fleet.protocol import GenerateResponse, generate_request
-from tests.support.scripted_server import FAST, ScriptedServer
-
-REQUEST = generate_request([1, 2, 3], num_samples=1, max_new_tokens=4, temperature=1.0, priority=0)
+from megatron_a3po.fleet.protocol import GenerateResponse
+from tests.support.scripted_server import FAST, REQUEST, ScriptedServer
 
 
 class Pair:

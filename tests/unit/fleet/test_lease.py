@@ -17,8 +17,8 @@ from megatron_a3po.fleet.protocol import labelled_version, version_label
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.fleet.timings import LeaseTimings
 from tests.support.deadlines import scaled
-from tests.support.scripted_server import FAST, Json, ScriptedServer, answer, close_connection, response
-from tests.unit.fleet.conftest import REQUEST, Pair, pair_of_servers, quarantined, sample
+from tests.support.scripted_server import FAST, REQUEST, Json, ScriptedServer, answer, close_connection, response
+from tests.unit.fleet.conftest import Pair, pair_of_servers, quarantined, sample
 from tests.unit.rollout.test_collector import wait_until
 
 LEASE_SECONDS = scaled(0.8)

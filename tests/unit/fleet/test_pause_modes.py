@@ -1,7 +1,6 @@
 """What becomes of responses under way when weights are published: retract, in_place and abort."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -10,9 +9,10 @@ from megatron_a3po.errors import RolloutError
 from megatron_a3po.fleet.pool import ServerPool
 from megatron_a3po.prompts.prompts import Prompt
 from megatron_a3po.rollout.sampler import Sampler, Sampling
-from tests.support.publishing import UPDATE, OneRank, fleet_of, make_publisher, serve, some_tensors
+from tests.support.publishing import CONTINUE, UPDATE, OneRank, fleet_of, make_publisher, serve, some_tensors
 from tests.support.receiver import Receiver
-from tests.support.scripted_server import FAST, ScriptedServer, answer, response
+from tests.support.scripted_server import ScriptedServer, answer, response
+from tests.unit.fleet.conftest import Pair
 from tests.unit.rollout.test_collector import Digits, wait_until
 
 pytestmark = pytest.mark.usefixtures("default_group")
@@ -22,24 +22,19 @@ LENGTH = 8
 IN_PLACE = {"tp_size": 1, "disable_radix_cache": True, "disable_overlap_schedule": True}
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[ScriptedServer]:
-    async with ScriptedServer(version="0") as server:
-        yield server
+@pytest.fixture
+def server(pair: Pair) -> ScriptedServer:
+    return pair.first
 
 
 @pytest_asyncio.fixture
-async def pool(server: ScriptedServer) -> AsyncIterator[ServerPool]:
-    pool = ServerPool([server.url], timeout_seconds=10.0, pause_mode="abort", timings=FAST)
-    pool.membership.confirm(0)
-    yield pool
-    await pool.close()
+async def pool(pair: Pair) -> ServerPool:
+    return pair.connect(pair.first.url, timeout_seconds=10.0, pause_mode="abort")
 
 
-def sampler(pool: ServerPool, group_size: int = 2) -> Sampler:
-    return Sampler(
-        pool, Digits(), Sampling(num_samples=group_size, max_new_tokens=LENGTH, temperature=1.0), max_in_flight=1000
-    )
+def sampler(pool: ServerPool, group_size: int = 2, ends: frozenset[int] = frozenset()) -> Sampler:
+    sampling = Sampling(num_samples=group_size, max_new_tokens=LENGTH, temperature=1.0)
+    return Sampler(pool, Digits(), sampling, max_in_flight=1000, stop_token_ids=ends)
 
 
 async def publish(pool: ServerPool, server: ScriptedServer, version: int) -> None:
@@ -90,27 +85,20 @@ async def test_only_the_aborted_responses_of_a_group_go_on(pool: ServerPool, ser
     assert [(own["n"], own["max_new_tokens"]) for own in body["sampling_params"]] == [(1, 3)]
 
 
-async def test_a_response_that_was_aborted_at_its_last_token_is_whole(pool: ServerPool, server: ScriptedServer) -> None:
-    full = response(num_tokens=LENGTH, versions=["0"], finish_reason="abort")
-    server.script("/generate", answer([full, full]))
-
-    trajectories = (await sampler(pool).sample_group(PROMPT, 0)).trajectories
-
-    assert [(item.response_length, str(item.finish_reason)) for item in trajectories] == [(LENGTH, "length")] * 2
-
-
-async def test_a_response_that_was_aborted_at_its_end_token_is_whole(pool: ServerPool, server: ScriptedServer) -> None:
+async def test_a_response_that_was_aborted_at_its_last_or_its_end_token_is_whole(
+    pool: ServerPool, server: ScriptedServer
+) -> None:
+    full = response(num_tokens=LENGTH, versions=["0"], finish_reason="abort", seed=40)
     cut = response(num_tokens=5, versions=["0"], finish_reason="abort", seed=11)
     ended = response(num_tokens=4, versions=["0"], finish_reason="abort", seed=30)
-    server.script("/generate", answer([cut, ended]), calls=range(1, 2))
-    sampling = Sampling(num_samples=2, max_new_tokens=LENGTH, temperature=1.0)
-    end = frozenset(ended["output_ids"][-1:])
-    stopping = Sampler(pool, Digits(), sampling, max_in_flight=1000, stop_token_ids=end)
+    server.script("/generate", answer([full, cut, ended]), calls=range(1, 2))
+    ends = frozenset(ended["output_ids"][-1:])
 
-    first, second = (await stopping.sample_group(PROMPT, 0)).trajectories
+    first, second, third = (await sampler(pool, 3, ends).sample_group(PROMPT, 0)).trajectories
 
-    assert (first.response_length, str(first.finish_reason)) == (LENGTH, "length")
-    assert (second.token_ids.tolist(), str(second.finish_reason)) == ([1, 2, 3, *ended["output_ids"]], "stop")
+    for item in (first, second):
+        assert (item.response_length, str(item.finish_reason)) == (LENGTH, "length")
+    assert (third.token_ids.tolist(), str(third.finish_reason)) == ([1, 2, 3, *ended["output_ids"]], "stop")
     (body,) = server.bodies("/generate")[1:]
     assert body["input_ids"] == [[1, 2, 3, *cut["output_ids"]]]
 
@@ -125,25 +113,22 @@ async def test_responses_that_are_aborted_without_a_pause_are_an_error_after_som
         await sampler(pool).sample_group(PROMPT, 0)
 
 
-async def test_in_place_needs_servers_without_radix_cache_and_overlap(server: ScriptedServer) -> None:
-    pool = ServerPool([server.url], timeout_seconds=5.0, pause_mode="in_place")
-    with pytest.raises(RolloutError, match=rf"{server.url}.*--disable-radix-cache.*retract"):
-        await pool.wait_ready(5.0)
-
-    server.script("/server_info", answer({"tp_size": 1, "disable_radix_cache": True}))
-    with pytest.raises(RolloutError, match=rf"{server.url}.*--disable-overlap-schedule.*retract"):
-        await pool.wait_ready(5.0)
-
+async def test_in_place_needs_servers_without_radix_cache_and_overlap(pair: Pair, server: ScriptedServer) -> None:
+    pool = pair.connect(server.url, version=None, pause_mode="in_place")
+    for info, missing in (
+        ({}, "--disable-radix-cache"),
+        ({"disable_radix_cache": True}, "--disable-overlap-schedule"),
+    ):
+        server.script("/server_info", answer(info))
+        with pytest.raises(RolloutError, match=rf"{server.url}.*{missing}.*retract"):
+            await pool.wait_ready(5.0)
     server.script("/server_info", answer(IN_PLACE))
     assert (await pool.wait_ready(5.0))[0].disable_radix_cache
-    await pool.close()
 
 
 @pytest.mark.parametrize(("mode", "flushes"), [("retract", True), ("abort", True), ("in_place", False)])
 def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
-    mode: str,
-    flushes: bool,
-    first_receiver: Receiver,
+    mode: str, flushes: bool, first_receiver: Receiver
 ) -> None:
     with serve(first_receiver) as (server,):
         server.script("/server_info", answer(IN_PLACE))
@@ -154,5 +139,4 @@ def test_a_publication_pauses_as_asked_and_flushes_what_the_pause_leaves_unused(
             publisher.publish(0)
         assert server.bodies("/pause_generation") == [{"mode": mode}]
         assert [body["flush_cache"] for body in server.bodies(UPDATE)] == [False, flushes]
-        assert "/flush_cache" not in server.paths()
-        assert server.paths().count("/continue_generation") == 1
+        assert "/flush_cache" not in server.paths() and server.paths().count(CONTINUE) == 1

@@ -15,6 +15,7 @@ from tests.support.scripted_server import (
     DEADLINE_SECONDS,
     FAST,
     PROMPT_SECONDS,
+    REQUEST,
     Action,
     Json,
     ScriptedServer,
@@ -25,7 +26,7 @@ from tests.support.scripted_server import (
     refuse,
     success,
 )
-from tests.unit.fleet.conftest import REQUEST, Pair, quarantined, sample
+from tests.unit.fleet.conftest import Pair, quarantined, sample
 
 
 async def test_generation_goes_to_the_least_busy_server(pair: Pair) -> None:

@@ -52,70 +52,44 @@ def test_an_answer_of_a_request_aborted_while_queued_is_parsed_though_most_keys_
     assert meta.output_token_logprobs == [] and meta.weight_versions == []
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        changed(output_token_logprobs=None),
-        changed(output_token_logprobs=GOOD["meta_info"]["output_token_logprobs"][:3]),
-        changed(output_token_logprobs=GOOD["meta_info"]["output_token_logprobs"][::-1]),
-        changed(output_token_logprobs=[*GOOD["meta_info"]["output_token_logprobs"], [-0.5, 1, None]]),
-    ],
-    ids=["no logprobs", "one short", "other order", "one more"],
-)
-def test_logprobs_that_do_not_belong_to_the_output_tokens_are_an_error_naming_the_prompt(
-    answer: dict[str, Any],
-) -> None:
+LOGPROBS = GOOD["meta_info"]["output_token_logprobs"]
+OTHER_LOGPROBS = {
+    "none": None,
+    "one short": LOGPROBS[:3],
+    "other order": LOGPROBS[::-1],
+    "one more": [*LOGPROBS, [-0.5, 1, None]],
+}
+
+
+@pytest.mark.parametrize("case", OTHER_LOGPROBS)
+def test_logprobs_that_do_not_belong_to_the_output_tokens_are_an_error_naming_the_prompt(case: str) -> None:
     with pytest.raises(RolloutError, match=r"task/0/3.*4 output tokens"):
-        convert(answer)
+        convert(changed(output_token_logprobs=OTHER_LOGPROBS[case]))
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
 def test_a_logprob_that_is_not_finite_is_left_to_the_loss_which_drops_and_counts_it(value: float | None) -> None:
-    first, *others = GOOD["meta_info"]["output_token_logprobs"]
-
+    first, *others = LOGPROBS
     logprobs = convert(changed(output_token_logprobs=[[value, *first[1:]], *others])).behaviour_logprobs
-
     assert logprobs.isfinite().tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize(
-    "spans",
-    [
-        None,
-        [span("6", 0, 3)],
-        [span("6", 1, 4)],
-        [span("6", 0, 1), span("7", 2, 4)],
-        [span("6", 0, 3), span("7", 2, 4)],
-        [span("7", 2, 4), span("6", 0, 2)],
-        [span("6", 0, 4), span("7", 4, 6)],
-        [span("6", 0, 4), span("7", 4, 3)],
-        [span("default", 0, 4)],
-        [span("", 0, 4)],
-        [span("-1", 0, 4)],
-        [span("7.0", 0, 4)],
-        [span("²", 0, 4)],
-    ],
-    ids=[
-        "no spans",
-        "end missing",
-        "start missing",
-        "gap",
-        "overlap",
-        "disorder",
-        "too many",
-        "backwards",
-        "label 'default'",
-        "empty label",
-        "negative label",
-        "fractional label",
-        "superscript label",
-    ],
-)
-def test_version_spans_that_do_not_cover_every_token_with_a_published_version_are_an_error(
-    spans: list[dict[str, Any]] | None,
-) -> None:
+OTHER_SPANS = {
+    "no spans": None,
+    "end missing": [span("6", 0, 3)],
+    "start missing": [span("6", 1, 4)],
+    "gap": [span("6", 0, 1), span("7", 2, 4)],
+    "overlap": [span("6", 0, 3), span("7", 2, 4)],
+    "disorder": [span("7", 2, 4), span("6", 0, 2)],
+    "too many": [span("6", 0, 4), span("7", 4, 6)],
+    "backwards": [span("6", 0, 4), span("7", 4, 3)],
+} | {f"label {label!r}": [span(label, 0, 4)] for label in ("default", "", "-1", "7.0", "²")}
+
+
+@pytest.mark.parametrize("case", OTHER_SPANS)
+def test_version_spans_that_do_not_cover_every_token_with_a_published_version_are_an_error(case: str) -> None:
     with pytest.raises(RolloutError, match=r"task/0/3.*version"):
-        convert(changed(weight_versions=spans))
+        convert(changed(weight_versions=OTHER_SPANS[case]))
 
 
 def test_an_empty_response_has_no_logprobs_and_no_versions() -> None:

@@ -15,8 +15,8 @@ from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.types import TrajectoryGroup
-from tests.support.scripted_server import Action, Json, answer, close_connection, hang, refuse
-from tests.unit.fleet.conftest import REQUEST, Pair, quarantined, sample
+from tests.support.scripted_server import REQUEST, Action, Json, answer, close_connection, hang, refuse
+from tests.unit.fleet.conftest import Pair, quarantined, sample
 from tests.unit.rollout.test_collector import Digits, wait_until
 
 

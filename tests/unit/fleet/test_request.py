@@ -19,8 +19,8 @@ from megatron_a3po.fleet.protocol import GenerateResponse
 from megatron_a3po.fleet.request import Patience, ask
 from megatron_a3po.fleet.timings import LeaseTimings
 from tests.support.deadlines import scaled
-from tests.support.scripted_server import FAST, ScriptedServer, answer, close_connection, hang
-from tests.unit.fleet.conftest import REQUEST, quarantined, sample
+from tests.support.scripted_server import FAST, REQUEST, ScriptedServer, answer, close_connection, hang
+from tests.unit.fleet.conftest import quarantined, sample
 from tests.unit.rollout.test_collector import wait_until
 
 SILENCE_SECONDS = scaled(0.2)

@@ -44,17 +44,18 @@ NUM_WORDS = [300 * 7 + 129, 12 + 258 + 5 * 257]
 
 
 class Run:
-    """What owners and rank 0 do for a shard in bf16 and one in FP8."""
+    """What owners and rank 0 do for a shard in bf16 and one in FP8, which publishes version 1 at once."""
 
     def __init__(self, folder: Path, start: str = "start_00000000") -> None:
-        self.folder, self.start = folder, folder / start
+        self.folder, self.start, self.local = folder / "published", folder / "published" / start, folder / "local"
         (self.start / MODEL).mkdir(parents=True)
         (self.start / MODEL / "config.json").write_text("{}")
         self._owned = [OwnedShard(f"model-{number}.safetensors", tensors) for number, tensors in enumerate(SHARDS)]
         self.buffers = [random_bytes(sum(spec.nbytes for spec in tensors), seed=7) for tensors in SHARDS]
         self.version = 0
+        self.written = self.publish()
 
-    def publish(self, *densities: float) -> tuple[Published, list[Written]]:
+    def publish(self, *densities: float) -> list[Written]:
         """A version in which these shares of the shards' words have changed."""
         self.version += 1
         for number, density in enumerate(densities):
@@ -63,9 +64,23 @@ class Run:
         pairs = zip(self._owned, self.buffers, strict=True)
         written = [owned.write(self.start, buffer) for owned, buffer in pairs]
         shards = tuple(each.shard for each in written)
-        published = Published(version=self.version, start=self.start.name, shards=shards)
-        write_durably(self.folder / PUBLISHED, published.model_dump_json())
-        return published, written
+        self.published = Published(version=self.version, start=self.start.name, shards=shards)
+        write_durably(self.folder / PUBLISHED, self.published.model_dump_json())
+        return written
+
+    def make(self, local: Path | None = None, *, of_changes: bool = False) -> Path:
+        """Make the folder of the last version, which must hold what was published. of_changes: without whole files."""
+        hidden = [path.rename(f"{path}.hidden") for path in self.start.glob("*.whole.safetensors") if of_changes]
+        target = make_local_folder(self.folder, local or self.local, self.published)
+        for path in hidden:
+            path.rename(path.with_suffix(""))
+        assert contents(target) == self.expected()
+        return target
+
+    @property
+    def kinds(self) -> list[list[str]]:
+        """Of every shard: what its files are."""
+        return [[file.split(".")[-2] for file in shard.files] for shard in self.published.shards]
 
     def expected(self) -> dict[str, bytes]:
         return {
@@ -77,12 +92,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(tmp_path / "published")
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Path:
-    return tmp_path / "local"
+    return Run(tmp_path)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -94,82 +104,61 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
 
 
-def kinds(published: Published) -> list[list[str]]:
-    """Of every shard: what its files are."""
-    return [[file.split(".")[-2] for file in shard.files] for shard in published.shards]
-
-
-def make_without_whole_files(run: Run, local: Path, published: Published) -> Path:
-    hidden = [path.rename(f"{path}.hidden") for path in run.start.glob("*.whole.safetensors")]
-    target = make_local_folder(run.folder, local, published)
-    for path in hidden:
-        path.rename(path.with_suffix(""))
-    return target
-
-
-def test_versions_in_a_row_are_made_of_what_has_changed_and_nothing_else(run: Run, local: Path) -> None:
-    make_local_folder(run.folder, local, run.publish()[0])
+def test_versions_in_a_row_are_made_of_what_has_changed_and_nothing_else(run: Run) -> None:
+    run.make()
     for density in (0.02, 0.0, 0.1, 0.001):
-        published, written = run.publish(density, density)
-        target = make_without_whole_files(run, local, published)
+        written = run.publish(density, density)
+        target = run.make(of_changes=True)
         assert target.name.startswith(f"version_0000000{run.version}_")
-        assert [path.name for path in local.iterdir()] == [target.name]
-        assert contents(target) == run.expected()
+        assert [path.name for path in run.local.iterdir()] == [target.name]
         assert [each.num_compared for each in written] == NUM_WORDS
         found = [each.num_changed / size for each, size in zip(written, NUM_WORDS, strict=True)]
         assert found == pytest.approx([density] * 2, abs=0.03)
         assert all((each.nbytes > 0) == (each.num_changed > 0) for each in written)
 
 
-def test_a_bucket_goes_whole_where_most_of_it_has_changed_and_as_changes_where_not(run: Run, local: Path) -> None:
-    run.publish()
-    published, written = run.publish(1.0, 0.01)
-    assert kinds(published) == [["whole"], ["whole", "delta"]]
-    assert written[0].num_changed == NUM_WORDS[0]
-    assert written[0].nbytes > 300 * 7 * 2 and written[1].nbytes < 1000
-    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
-    published, _ = run.publish(0.01, 1.0)
-    assert kinds(published) == [["whole", "delta"], ["whole"]]
-    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+def test_a_bucket_goes_whole_where_most_of_it_has_changed_and_as_changes_where_not(run: Run) -> None:
+    first, second = run.publish(1.0, 0.01)
+    assert run.kinds == [["whole"], ["whole", "delta"]]
+    assert first.num_changed == NUM_WORDS[0]
+    assert first.nbytes > 300 * 7 * 2 and second.nbytes < 1000
+    run.make()
+    run.publish(0.01, 1.0)
+    assert run.kinds == [["whole", "delta"], ["whole"]]
+    run.make()
 
 
-def test_the_whole_shard_is_written_anew_before_its_changes_are_larger(run: Run, local: Path) -> None:
-    make_local_folder(run.folder, local, run.publish()[0])
+def test_the_whole_shard_is_written_anew_before_its_changes_are_larger(run: Run) -> None:
+    run.make()
     for _ in range(12):
-        published, _ = run.publish(0.15, 0.15)
-        for shard, tensors in zip(published.shards, SHARDS, strict=True):
+        run.publish(0.15, 0.15)
+        for shard, tensors in zip(run.published.shards, SHARDS, strict=True):
             assert sum(change.nbytes for change in shard.changes) <= sum(spec.nbytes for spec in tensors)
-        # Whoever holds the version before needs the last change only.
-        assert contents(make_without_whole_files(run, local, published)) == run.expected()
-        newcomer = local.with_name(f"newcomer{run.version}")
-        assert contents(make_local_folder(run.folder, newcomer, published)) == run.expected()
+        run.make(of_changes=True)  # whoever holds the version before needs the last change only
+        run.make(run.local.with_name(f"newcomer{run.version}"))
     assert len(list(run.start.glob("*.whole.safetensors"))) > 4
 
 
 def test_changes_in_a_row_cost_no_more_than_whole_shards(run: Run) -> None:
-    whole = sum(each.nbytes for each in run.publish()[1])
+    whole = sum(each.nbytes for each in run.written)
     for density in (0.1, 0.3, 0.5):
-        written = [run.publish(density, density)[1] for _ in range(12)]
+        written = [run.publish(density, density) for _ in range(12)]
         assert sum(each.nbytes for shards in written for each in shards) < 12 * whole * 1.05
 
 
-def test_versions_that_were_missed_are_caught_up_with(run: Run, local: Path) -> None:
-    make_local_folder(run.folder, local, run.publish()[0])
+def test_versions_that_were_missed_are_caught_up_with_also_where_weights_come_back_to_former_ones(run: Run) -> None:
+    run.make()
     run.publish(0.02, 0.02)
     run.publish(0.02, 0.0)
-    published, _ = run.publish(0.02, 0.02)
-    assert contents(make_without_whole_files(run, local, published)) == run.expected()
-
-
-def test_weights_that_come_back_to_former_ones_are_made_by_the_last_change(run: Run, local: Path) -> None:
     first = [buffer.clone() for buffer in run.buffers]
-    make_local_folder(run.folder, local, run.publish()[0])
     run.publish(0.02, 0.02)
+    run.make(of_changes=True)
+
     second, run.buffers = run.buffers, first
     run.publish()
     run.buffers = second
-    published, _ = run.publish()
-    assert contents(make_without_whole_files(run, local, published)) == run.expected()
+    run.publish()
+    run.make(of_changes=True)
 
 
 def flip_bit(path: Path, position: int) -> None:
@@ -191,55 +180,49 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("density", [0.0, 0.02])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_folder_that_is_not_what_the_changes_are_for_is_healed_by_whole_shards(
-    run: Run, local: Path, damage: str, density: float, caplog: pytest.LogCaptureFixture
+    run: Run, damage: str, density: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    DAMAGES[damage](make_local_folder(run.folder, local, run.publish()[0]))
-    published, _ = run.publish(density, density)
-    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
-    assert len(list(local.iterdir())) == 1
+    DAMAGES[damage](run.make())
+    run.publish(density, density)
+    run.make()
+    assert len(list(run.local.iterdir())) == 1
     assert ("damaged; the whole shard is copied" in caplog.text) == (" record" not in damage and damage != "no folder")
 
 
-def test_a_damaged_change_is_an_error_that_names_the_shard_and_never_a_version(run: Run, local: Path) -> None:
-    make_local_folder(run.folder, local, run.publish()[0])
-    published, _ = run.publish(0.02, 0.02)
+def test_a_damaged_change_is_an_error_that_names_the_shard_and_never_a_version(run: Run) -> None:
+    run.make()
+    run.publish(0.02, 0.02)
     (delta,) = run.start.glob("model-0.*.delta.safetensors")
     flip_bit(delta, -1)
     with pytest.raises(PublishError, match=r"model-0\.safetensors"):
-        make_local_folder(run.folder, local, published)
-    assert not list(local.glob("version_*"))
+        run.make()
+    assert not list(run.local.glob("version_*"))
     flip_bit(delta, -1)
-    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+    run.make()
 
 
-def test_another_start_of_the_run_has_another_folder_for_the_same_version(run: Run, local: Path) -> None:
-    former = make_local_folder(run.folder, local, run.publish()[0])
-    again = Run(run.folder, "start_11111111")
+def test_another_start_of_the_run_has_another_folder_for_the_same_version_and_what_is_not_ours_stays(run: Run) -> None:
+    (run.local / "version_1").mkdir(parents=True)
+    (run.local / "notes.txt").write_text("mine")
+    former = run.make()
+    again = Run(run.folder.parent, "start_11111111")
     (again.start / MODEL / "config.json").write_text('{"rope_theta": 1}')
-    target = make_local_folder(run.folder, local, again.publish()[0])
+    target = again.make()
     assert target.name != former.name and target.name[:16] == former.name[:16]
-    assert [path.name for path in local.iterdir()] == [target.name]
-    assert contents(target) == run.expected() and "rope_theta" in (target / "config.json").read_text()
+    assert {path.name for path in run.local.iterdir()} == {target.name, "version_1", "notes.txt"}
+    assert "rope_theta" in (target / "config.json").read_text()
 
 
-def test_what_is_not_ours_stays_in_the_local_folder(run: Run, local: Path) -> None:
-    (local / "version_1").mkdir(parents=True)
-    (local / "notes.txt").write_text("mine")
-    make_local_folder(run.folder, local, run.publish()[0])
-    assert {path.name for path in local.iterdir()} > {"version_1", "notes.txt"}
-
-
-def test_an_owner_whose_files_are_gone_writes_the_whole_shard(run: Run, local: Path) -> None:
-    run.publish()
+def test_an_owner_whose_files_are_gone_writes_the_whole_shard(run: Run) -> None:
     for path in run.start.glob("model-0.*"):
         path.unlink()
-    published, written = run.publish(0.01, 0.01)
-    assert kinds(published) == [["whole"], ["whole", "delta"]]
-    assert written[0].num_compared == 0
-    assert contents(make_local_folder(run.folder, local, published)) == run.expected()
+    first, _ = run.publish(0.01, 0.01)
+    assert run.kinds == [["whole"], ["whole", "delta"]]
+    assert first.num_compared == 0
+    run.make()
 
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.copyfile", "shutil.rmtree", "applied"}
@@ -282,15 +265,14 @@ def kill_before_every_step(folder: Path, original: Path, copies: Path, published
     report.write_text(json.dumps(codes))
 
 
-def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_next_start_makes_it(
+def test_killed_anywhere_it_leaves_a_whole_version_or_none_and_the_next_start_makes_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    former = make_local_folder(run.folder, tmp_path / "original", run.publish()[0])
-    before = run.expected()
-    published, _ = run.publish(0.05, 0.05)
+    former, before = run.make(tmp_path / "original"), run.expected()
+    run.publish(0.05, 0.05)
     copies, report = tmp_path / "copies", tmp_path / "report"
-    arguments = (run.folder, former.parent, copies, published, report)
+    arguments = (run.folder, former.parent, copies, run.published, report)
     process = FORKED.Process(target=kill_before_every_step, args=arguments)
     process.start()
     process.join(scaled(120.0))
@@ -304,41 +286,39 @@ def test_killed_between_any_two_writes_there_is_a_whole_version_or_none_and_the_
         for folder in folders:
             seen.add(folder.name)
             assert contents(folder) == (before if folder.name == former.name else run.expected()), number
-        target = make_local_folder(run.folder, copies / str(number), published)
-        assert contents(target) == run.expected(), number
+        target = run.make(copies / str(number))
         assert [path.name for path in target.parent.iterdir()] == [target.name]
-    assert seen == {former.name, published.folder_name}
+    assert seen == {former.name, run.published.folder_name}
 
 
-def test_a_folder_has_one_follower_at_a_time(run: Run, local: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"publish\.delta_folder = {local}: "):
-        follow(run.folder, local, "node1", keep_on=lambda: bool(follow(run.folder, local, "node2", lambda: False)))
+def test_a_folder_has_one_follower_at_a_time(run: Run) -> None:
+    follow_here = partial(follow, run.folder, run.local)
+    with pytest.raises(ConfigError, match=rf"publish\.delta_folder = {run.local}: "):
+        follow_here("node1", lambda: bool(follow_here("node2", lambda: False)))
     assert not list((run.folder / "followers").glob("*"))
-    follow(run.folder, local, "node2", lambda: False)
+    follow_here("node2", lambda: False)
 
 
 def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_not_come(
-    run: Run, local: Path, caplog: pytest.LogCaptureFixture
+    run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published, _ = run.publish()
     with pytest.raises(PublishError, match=r"tools/apply_weight_delta\.py"):
-        wait_for_followers(run.folder, published, 0.0)
+        wait_for_followers(run.folder, run.published, 0.0)
     ended = threading.Event()
-    loop = partial(follow, run.folder, local, "node1", keep_on=lambda: not ended.is_set())
+    loop = partial(follow, run.folder, run.local, "node1", keep_on=lambda: not ended.is_set())
     follower = threading.Thread(target=loop, daemon=True)
     follower.start()
-    gone = run.folder / "followers" / "node2"
     try:
-        wait_for_followers(run.folder, published, 30.0)
+        wait_for_followers(run.folder, run.published, 30.0)
         for _ in range(3):
-            published, _ = run.publish(0.02, 0.02)
-            wait_for_followers(run.folder, published, 30.0)
-            assert contents(local / published.folder_name) == run.expected()
+            run.publish(0.02, 0.02)
+            wait_for_followers(run.folder, run.published, 30.0)
+            assert contents(run.local / run.published.folder_name) == run.expected()
         assert "did not hold" not in caplog.text
-        gone.write_text("")
-        wait_for_followers(run.folder, published, 0.2)
+        (run.folder / "followers" / "node2").write_text("")
+        wait_for_followers(run.folder, run.published, 0.2)
         assert "node2 did not hold weight version 4" in caplog.text and "node1" not in caplog.text
-        wait_for_followers(run.folder, published, 30.0)
+        wait_for_followers(run.folder, run.published, 30.0)
     finally:
         ended.set()
         follower.join(60.0)
@@ -348,7 +328,8 @@ def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_n
 class Follower:
     """Time that passes only while the follower sleeps, and when it tried to make a version."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run, log: pytest.LogCaptureFixture) -> None:
+        self._run, self._log = run, log
         self.now = 1000.0
         self.attempts: list[float] = []
         self.times = WaitTimes(clock=Clock(now=lambda: self.now, sleep=self.sleep))
@@ -360,18 +341,20 @@ class Follower:
         self.attempts.append(self.now)
         return make_local_folder(folder, local, published)
 
+    def follow(self, keep_on: Callable[[], bool]) -> list[str]:
+        """Return the errors that are told."""
+        follow(self._run.folder, self._run.local, "node1", keep_on, self.times)
+        return [record.getMessage() for record in self._log.records if record.levelname == "ERROR"]
+
 
 @pytest.fixture
-def follower(monkeypatch: pytest.MonkeyPatch) -> Follower:
-    follower = Follower()
+def follower(run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Follower:
+    follower = Follower(run, caplog)
     monkeypatch.setattr(delta_followers, "make_local_folder", follower.make)
     return follower
 
 
-def test_a_follower_outlives_storage_that_is_away_and_asks_for_it_ever_more_rarely(
-    run: Run, local: Path, follower: Follower, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.publish()
+def test_a_follower_outlives_storage_that_is_away_and_asks_ever_more_rarely(run: Run, follower: Follower) -> None:
     whole, *_ = sorted(run.start.glob("*.whole.safetensors"))
     away = whole.rename(f"{whole}.away")
 
@@ -380,19 +363,14 @@ def test_a_follower_outlives_storage_that_is_away_and_asks_for_it_ever_more_rare
             away.rename(whole)
         return follower.now < 1200.0
 
-    follow(run.folder, local, "node1", keep_on, follower.times)
+    (failure,) = follower.follow(keep_on)
     pauses = [round(after - before) for before, after in itertools.pairwise(follower.attempts)]
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-    (target,) = local.glob("version_*")
-    assert contents(target) == run.expected()
-    (failure,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert whole.name in failure and str(run.folder) in failure and str(local) in failure
+    assert [contents(folder) for folder in run.local.glob("version_*")] == [run.expected()]
+    assert whole.name in failure and str(run.folder) in failure and str(run.local) in failure
 
 
-def test_a_follower_that_fails_with_a_version_makes_the_next_one_at_once(
-    run: Run, local: Path, follower: Follower, caplog: pytest.LogCaptureFixture
-) -> None:
-    run.publish()
+def test_a_follower_that_fails_with_a_version_makes_the_next_one_at_once(run: Run, follower: Follower) -> None:
     run.publish(0.02, 0.02)
     (delta,) = run.start.glob("model-0.*.delta.safetensors")
     flip_bit(delta, -1)
@@ -403,18 +381,13 @@ def test_a_follower_that_fails_with_a_version_makes_the_next_one_at_once(
             follower.attempts = [follower.now]
         return follower.now < 1100.0
 
-    follow(run.folder, local, "node1", keep_on, follower.times)
+    (failure,) = follower.follow(keep_on)
     assert len(follower.attempts) == 2 and follower.attempts[1] == follower.attempts[0]
-    (target,) = local.glob("version_00000003_*")
-    assert contents(target) == run.expected()
-    (failure,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [contents(folder) for folder in run.local.glob("version_00000003_*")] == [run.expected()]
     assert "model-0.safetensors" in failure and "restart the run" in failure
 
 
-def test_a_follower_says_which_folder_it_holds_when_the_shared_storage_is_back(
-    run: Run, local: Path, follower: Follower
-) -> None:
-    published, _ = run.publish()
+def test_a_follower_says_which_folder_it_holds_when_the_shared_storage_is_back(run: Run, follower: Follower) -> None:
     followers, held = run.folder / "followers", []
     followers.write_text("in the way")
 
@@ -424,5 +397,5 @@ def test_a_follower_says_which_folder_it_holds_when_the_shared_storage_is_back(
         held.extend(path.read_text() for path in followers.glob("node1"))
         return not held and follower.now < 1100.0
 
-    follow(run.folder, local, "node1", keep_on, follower.times)
-    assert held == [published.folder_name] and len(follower.attempts) == 1
+    follower.follow(keep_on)
+    assert held == [run.published.folder_name] and len(follower.attempts) == 1

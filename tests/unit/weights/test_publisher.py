@@ -1,7 +1,6 @@
 """Weights on the wire to scripted servers, whose receivers are real ranks of a gloo group in processes of their own."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,12 @@ from aiohttp import web
 from megatron_a3po.errors import PublishError
 from megatron_a3po.fleet.publication import Fleet
 from megatron_a3po.runtime.processes import end_process
-from megatron_a3po.weights.publisher import WeightPublisher
-from megatron_a3po.weights.wait_times import WaitTimes
 from tests.support.deadlines import scaled
 from tests.support.publishing import (
+    CONTINUE,
+    JOIN,
+    LEAVE,
+    SHORT,
     UPDATE,
     Named,
     OneRank,
@@ -23,43 +24,28 @@ from tests.support.publishing import (
     fleet_of,
     large_tensors,
     make_publisher,
-    publishing,
+    running,
     serve,
     some_tensors,
 )
 from tests.support.receiver import FORKED, Json, Receiver, start_receiver
-from tests.support.scripted_server import Action, answer, refuse
+from tests.support.scripted_server import Action, refuse
 
 pytestmark = pytest.mark.usefixtures("default_group")
 
-JOIN = "/init_weights_update_group"
-SHORT = WaitTimes(late_server_seconds=0.1)
-
-
-def timed_publish(publisher: WeightPublisher, version: int, seconds: list[float]) -> None:
-    """Publish and append how long it took, also when it fails."""
-    start = time.monotonic()
-    try:
-        publisher.publish(version)
-    finally:
-        seconds.append(time.monotonic() - start)
+BEGIN, LABEL, END, CHECK = "/begin_weight_update", "/update_weight_version", "/end_weight_update", "/weights_checker"
 
 
 def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_the_last_bucket(
     first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
     tensors = some_tensors()
-    with (
-        serve(first_receiver, second_receiver) as servers,
-        publishing(servers, lambda: tensors, bucket_bytes=190) as publisher,
-    ):
-        publisher.publish(3)
-        sent = [server.bodies(UPDATE) for server in servers]
-        paths = servers[0].paths()
-        versions = [server.version for server in servers]
-
-    assert sent[0] == sent[1]
-    requests = sent[0]
+    with running(first_receiver, second_receiver, tensors=lambda: tensors, bucket_bytes=190) as run:
+        run.publish(3)
+        paths = run.servers[0].paths()
+    joined = [server.bodies(JOIN)[0] for server in run.servers]
+    requests, same = (server.bodies(UPDATE) for server in run.servers)
+    assert requests == same
     ordered = [tensors[number] for number in (0, 3, 1, 2, 4)]  # in a bucket, those of larger items come first
     assert [len(request["names"]) for request in requests] == [4, 1]
     assert [name for request in requests for name in request["names"]] == [name for name, _ in ordered]
@@ -69,93 +55,64 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
     assert [request["flush_cache"] for request in requests] == [False, True]
     assert [request.get("weight_version") for request in requests] == [None, "3"]
     assert {request["load_format"] for request in requests} == {"flattened_bucket"}
-    assert versions == ["3", "3"]
+    assert [server.version for server in run.servers] == ["3", "3"]
     for receiver in (first_receiver, second_receiver):
         assert b"".join(receiver.buffers) == b"".join(as_bytes(tensor) for _, tensor in ordered)
-    assert paths == [
-        "/destroy_weights_update_group",
-        "/init_weights_update_group",
-        "/pause_generation",
-        "/begin_weight_update",
-        "/update_weight_version",
-        *[UPDATE] * 2,
-        "/end_weight_update",
-        "/weights_checker",
-        "/continue_generation",
-    ]
+    pause = "/pause_generation"
+    assert paths == [LEAVE, JOIN, pause, BEGIN, LABEL, UPDATE, UPDATE, END, CHECK, CONTINUE]
 
-
-def test_ranks_of_the_group_follow_the_servers_and_its_end_leaves_no_group_behind(
-    first_receiver: Receiver, second_receiver: Receiver
-) -> None:
-    with serve(first_receiver, second_receiver) as servers:
-        with publishing(servers, some_tensors) as publisher:
-            publisher.publish(0)
-        joined = [server.bodies("/init_weights_update_group")[0] for server in servers]
-        left = [server.bodies("/destroy_weights_update_group") for server in servers]
-
+    # Ranks of the group follow the servers, and its end leaves no group behind.
     assert [(body["rank_offset"], body["world_size"]) for body in joined] == [(1, 3), (2, 3)]
     assert joined[0]["master_address"] == "127.0.0.1" and joined[0]["backend"] == "gloo"
     name = joined[0]["group_name"]
     # Before it is built, a run that died may have left one there.
-    assert left == [[{"group_name": name}] * 2] * 2
+    assert [server.bodies(LEAVE) for server in run.servers] == [[{"group_name": name}] * 2] * 2
     assert name not in dist.distributed_c10d._world.pg_names.values()
 
 
 def test_a_refusal_during_the_broadcast_ends_the_publication_at_once_and_nothing_is_resumed(
     first_receiver: Receiver,
 ) -> None:
-    with serve(first_receiver) as (server,):
+    with running(first_receiver, tensors=large_tensors, bucket_bytes=1 << 20) as run:
+        (server,) = run.servers
         server.script(UPDATE, refuse(400, "partially updated: size mismatch"), calls=range(2, 3))
-        seconds: list[float] = []
-        with (
-            pytest.raises(PublishError, match=rf"layers\.0\.norm.*{server.url}.*400.*size mismatch"),
-            publishing([server], large_tensors) as publisher,
-        ):
-            timed_publish(publisher, 5, seconds)
-        assert seconds[0] < scaled(15.0)
-        undone = ["/destroy_weights_update_group", "/end_weight_update"]
-        assert server.paths()[-3:] == [UPDATE, *undone]
-        assert server.version == "unfinished 5"
+        with pytest.raises(PublishError, match=rf"layers\.0\.norm.*{server.url}.*400.*size mismatch"):
+            run.publish(5)
+        assert run.seconds < scaled(15.0)
+    assert server.paths()[-3:] == [UPDATE, LEAVE, END] and server.version == "unfinished 5"
 
 
 def test_a_refusal_by_one_of_two_servers_ends_the_publication_at_once_and_frees_the_other_server(
     first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
-    with serve(first_receiver, second_receiver) as servers:
-        servers[0].script(UPDATE, refuse(400, "unknown dtype"))
-        seconds: list[float] = []
-        with (
-            pytest.raises(PublishError, match=rf"{servers[0].url}.*unknown dtype"),
-            publishing(servers, large_tensors) as publisher,
-        ):
-            timed_publish(publisher, 5, seconds)
-        assert seconds[0] < scaled(15.0)
-        assert all("/continue_generation" not in server.paths() for server in servers)
-    # The second receiver waits in the broadcast, or has failed in it, until the trainer's end closes the connection.
+    """It waits in the broadcast, or has failed in it, until the trainer's end closes the connection."""
+    with running(first_receiver, second_receiver, tensors=large_tensors, bucket_bytes=1 << 20) as run:
+        first = run.servers[0]
+        first.script(UPDATE, refuse(400, "unknown dtype"))
+        with pytest.raises(PublishError, match=f"{first.url}.*unknown dtype"):
+            run.publish(5)
+        assert run.seconds < scaled(15.0)
+    assert all(CONTINUE not in server.paths() for server in run.servers)
 
 
 def test_a_receiver_that_is_killed_fails_the_publication() -> None:
-    with start_receiver() as receiver, serve(receiver) as (server,):
-        seconds: list[float] = []
+    def tensors_of_a_server_that_dies_meanwhile() -> Named:
+        if dies:
+            receiver.kill()
+        return large_tensors()
 
-        def publish_twice(publisher: WeightPublisher) -> None:
-            for version in range(2):
-                timed_publish(publisher, version, seconds)
-
-        def tensors_of_a_server_that_dies_meanwhile() -> Named:
-            if server.version == "0":
-                receiver.kill()
-            return large_tensors()
-
-        with (
-            pytest.raises(PublishError, match="was not published"),
-            publishing([server], tensors_of_a_server_that_dies_meanwhile) as publisher,
-        ):
-            publish_twice(publisher)
-        assert seconds[1] < scaled(20.0)
-        assert server.paths().count("/continue_generation") == 1
-        assert server.version == "unfinished 1"
+    dies = False
+    with (
+        start_receiver() as receiver,
+        running(receiver, tensors=tensors_of_a_server_that_dies_meanwhile, bucket_bytes=1 << 20) as run,
+    ):
+        run.publish(0)
+        dies = True
+        with pytest.raises(PublishError, match="version 1"):
+            run.publish(1)
+        assert run.seconds < scaled(20.0)
+        (server,) = run.servers
+        assert server.paths().count(CONTINUE) == 1 and server.version == "unfinished 1"
 
 
 def silent_until_given_up(fleet: Fleet) -> Action:
@@ -173,83 +130,42 @@ def silent_until_given_up(fleet: Fleet) -> Action:
 def test_a_server_that_never_answers_fails_the_publication_at_its_timeout(
     path: str, first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
-    source = OneRank(large_tensors, 1 << 20)
-    with serve(first_receiver, second_receiver) as servers, fleet_of(*(server.url for server in servers)) as fleet:
-        publisher = make_publisher(source, fleet, 20.0, times=SHORT)
-        publisher.publish(0)
+    with running(first_receiver, second_receiver, tensors=large_tensors, bucket_bytes=1 << 20) as run:
+        first, second = run.servers
+        run.publish(0)
         if path == JOIN:  # the group is built again when others take part than before
-            fleet.pool.membership.revision += 1
-        publisher._transport._timeout_seconds = 1.5  # type: ignore[attr-defined]
-        servers[1].script(path, silent_until_given_up(fleet))
-        start = time.monotonic()
-        with pytest.raises(PublishError, match=f"{servers[0].url}, {servers[1].url}.*1.5 s"):
-            publisher.publish(1)
-        assert time.monotonic() - start > 1.5
+            run.fleet.pool.membership.revision += 1
+        run.publisher._transport._timeout_seconds = 1.0  # type: ignore[attr-defined]
+        second.script(path, silent_until_given_up(run.fleet))
+        with pytest.raises(PublishError, match=f"{first.url}, {second.url}.*1 s"):
+            run.publish(1)
+        assert run.seconds > 1.0
 
 
-def test_a_server_that_refuses_the_group_is_an_error_with_its_words_at_once() -> None:
-    with serve(None) as (server,):
-        server.script(JOIN, refuse(400, "Failed to initialize custom process group"))
-        seconds: list[float] = []
-        with (
-            pytest.raises(PublishError, match=rf"{server.url}.*Failed to initialize"),
-            publishing([server], some_tensors, timeout_seconds=scaled(40.0), times=SHORT) as publisher,
-        ):
-            timed_publish(publisher, 0, seconds)
-        assert seconds[0] < scaled(10.0)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/pause_generation",
-        "/begin_weight_update",
-        "/update_weight_version",
-        "/end_weight_update",
-        "/weights_checker",
-        "/continue_generation",
-    ],
-)
+@pytest.mark.parametrize("path", ["/pause_generation", BEGIN, LABEL, END, CHECK, CONTINUE])
 def test_a_step_that_a_server_refuses_is_a_publish_error_and_it_is_not_continued(
     path: str, first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
-    with serve(first_receiver, second_receiver) as servers:
-        servers[1].script(path, refuse(400, "not now"))
-        with (
-            pytest.raises(PublishError, match=rf"{servers[1].url}{path}.*not now"),
-            publishing(servers, some_tensors) as publisher,
-        ):
-            publisher.publish(0)
-        undone = ["/destroy_weights_update_group", "/end_weight_update"]
-        assert servers[1].paths()[-3:] == [path, *undone]
-        is_confirmed = path == "/continue_generation"
-        assert ("/continue_generation" in servers[0].paths()) == is_confirmed
-
-
-def test_an_answer_200_that_says_no_success_is_an_error(first_receiver: Receiver) -> None:
-    with serve(first_receiver) as (server,):
-        server.script(UPDATE, answer({"success": False, "message": "some names are unknown"}))
-        with (
-            pytest.raises(PublishError, match="some names are unknown"),
-            publishing([server], some_tensors) as publisher,
-        ):
-            publisher.publish(0)
-        assert "/continue_generation" not in server.paths()
+    with running(first_receiver, second_receiver) as run:
+        first, second = run.servers
+        second.script(path, refuse(400, "not now"))
+        with pytest.raises(PublishError, match=f"{second.url}{path}.*not now"):
+            run.publish(0)
+    assert second.paths()[-3:] == [path, LEAVE, END]
+    assert (CONTINUE in first.paths()) == (path == CONTINUE), "it is confirmed"
 
 
 def test_servers_whose_checksums_differ_are_an_error_that_names_server_and_tensor(
     first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
-    with serve(first_receiver, second_receiver) as servers:
-        servers[0].checksums = {"a.weight": "11", "b.weight": "22", "c.weight": "33"}
-        servers[1].checksums = {"a.weight": "11", "b.weight": "23", "c.weight": "33"}
-        with (
-            pytest.raises(PublishError, match=rf"version 4.*{servers[1].url}.*b\.weight") as failure,
-            publishing(servers, some_tensors) as publisher,
-        ):
-            publisher.publish(4)
+    with running(first_receiver, second_receiver) as run:
+        first, second = run.servers
+        first.checksums = {"a.weight": "11", "b.weight": "22", "c.weight": "33"}
+        second.checksums = first.checksums | {"b.weight": "23"}
+        with pytest.raises(PublishError, match=rf"version 4.*{second.url}.*b\.weight") as failure:
+            run.publish(4)
         assert "a.weight" not in str(failure.value)
-        assert all("/continue_generation" not in server.paths() for server in servers)
+        assert all(CONTINUE not in server.paths() for server in run.servers)
 
 
 def test_a_host_that_cannot_be_resolved_is_a_publish_error() -> None:
