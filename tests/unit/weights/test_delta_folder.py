@@ -5,14 +5,12 @@ import json
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_a3po.errors import ConfigError, PublishError
@@ -28,6 +26,7 @@ from megatron_a3po.weights.transports.delta.writer import OwnedShard, Written
 from megatron_a3po.weights.wait_times import WaitTimes
 from tests.support.deadlines import scaled
 from tests.support.receiver import FORKED
+from tests.unit.weights.conftest import contents, following
 from tests.unit.weights.test_delta import changed, random_bytes
 
 BF16 = (
@@ -61,8 +60,7 @@ class Run:
         for number, density in enumerate(densities):
             words = as_words(self.buffers[number], SHARDS[number])
             self.buffers[number] = changed(words, density, seed=self.version).view(torch.uint8)
-        pairs = zip(self._owned, self.buffers, strict=True)
-        written = [owned.write(self.start, buffer) for owned, buffer in pairs]
+        written = [owned.write(self.start, buffer) for owned, buffer in zip(self._owned, self.buffers, strict=True)]
         shards = tuple(each.shard for each in written)
         self.published = Published(version=self.version, start=self.start.name, shards=shards)
         write_durably(self.folder / PUBLISHED, self.published.model_dump_json())
@@ -77,7 +75,6 @@ class Run:
         assert contents(target) == self.expected()
         return target
 
-    @property
     def kinds(self) -> list[list[str]]:
         """Of every shard: what its files are."""
         return [[file.split(".")[-2] for file in shard.files] for shard in self.published.shards]
@@ -95,15 +92,6 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """The tensors' bytes, as the safetensors library reads them."""
-    assert (folder / "config.json").is_file()
-    found: dict[str, Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
-
-
 def test_versions_in_a_row_are_made_of_what_has_changed_and_nothing_else(run: Run) -> None:
     run.make()
     for density in (0.02, 0.0, 0.1, 0.001):
@@ -119,12 +107,12 @@ def test_versions_in_a_row_are_made_of_what_has_changed_and_nothing_else(run: Ru
 
 def test_a_bucket_goes_whole_where_most_of_it_has_changed_and_as_changes_where_not(run: Run) -> None:
     first, second = run.publish(1.0, 0.01)
-    assert run.kinds == [["whole"], ["whole", "delta"]]
+    assert run.kinds() == [["whole"], ["whole", "delta"]]
     assert first.num_changed == NUM_WORDS[0]
     assert first.nbytes > 300 * 7 * 2 and second.nbytes < 1000
     run.make()
     run.publish(0.01, 1.0)
-    assert run.kinds == [["whole", "delta"], ["whole"]]
+    assert run.kinds() == [["whole", "delta"], ["whole"]]
     run.make()
 
 
@@ -220,7 +208,7 @@ def test_an_owner_whose_files_are_gone_writes_the_whole_shard(run: Run) -> None:
     for path in run.start.glob("model-0.*"):
         path.unlink()
     first, _ = run.publish(0.01, 0.01)
-    assert run.kinds == [["whole"], ["whole", "delta"]]
+    assert run.kinds() == [["whole"], ["whole", "delta"]]
     assert first.num_compared == 0
     run.make()
 
@@ -304,11 +292,7 @@ def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_n
 ) -> None:
     with pytest.raises(PublishError, match=r"tools/apply_weight_delta\.py"):
         wait_for_followers(run.folder, run.published, 0.0)
-    ended = threading.Event()
-    loop = partial(follow, run.folder, run.local, "node1", keep_on=lambda: not ended.is_set())
-    follower = threading.Thread(target=loop, daemon=True)
-    follower.start()
-    try:
+    with following(run.folder, run.local):
         wait_for_followers(run.folder, run.published, 30.0)
         for _ in range(3):
             run.publish(0.02, 0.02)
@@ -319,9 +303,6 @@ def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_n
         wait_for_followers(run.folder, run.published, 0.2)
         assert "node2 did not hold weight version 4" in caplog.text and "node1" not in caplog.text
         wait_for_followers(run.folder, run.published, 30.0)
-    finally:
-        ended.set()
-        follower.join(60.0)
     assert not list((run.folder / "followers").iterdir())
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from megatron_a3po.errors import PublishError
 from megatron_a3po.runtime.timing import PhaseTimer
 from megatron_a3po.weights.publisher import WeightPublisher
 from megatron_a3po.weights.transports.delta.folder import PUBLISHED, described_by
-from megatron_a3po.weights.transports.delta.followers import follow
 from megatron_a3po.weights.transports.delta.transport import DeltaTransport
 from megatron_a3po.weights.transports.disk import FileSettings
 from tests.support.deadlines import scaled
 from tests.support.publishing import FROM_DISK, OneRank, fleet_of, serve, world
 from tests.support.scripted_server import ScriptedServer, refuse
-from tests.unit.weights.test_delta_folder import contents
+from tests.unit.weights.conftest import contents, following
 
 pytestmark = pytest.mark.usefixtures("default_group")
 
@@ -92,12 +90,8 @@ def test_servers_read_folders_that_are_made_of_few_written_bytes(model: Path) ->
         # Three words, twelve counts of blocks, and a header.
         assert each["publish_written_bytes"] < 3 * (3 * 3 + 12 * 2 + 300)
         assert each["published_bytes"] == 18000
-    assert [name.split(".", 1)[1] for name in files if name.startswith("model-00001")] == [
-        "0.whole.safetensors",
-        "1.delta.safetensors",
-        "2.delta.safetensors",
-        "3.delta.safetensors",
-    ]
+    kinds = [name.split(".")[1:3] for name in files if name.startswith("model-00001")]
+    assert kinds == [["0", "whole"], ["1", "delta"], ["2", "delta"], ["3", "delta"]]
 
 
 def test_nothing_stays_of_earlier_versions_and_starts_that_the_last_one_does_not_need(model: Path) -> None:
@@ -161,22 +155,11 @@ def test_a_version_that_one_server_refuses_is_the_same_folder_for_the_others(mod
 
 
 def test_a_run_with_followers_makes_no_folder_itself_and_waits_for_theirs(model: Path) -> None:
-    with publishing(model, followed=True) as setting:
-        ended = threading.Event()
-
-        def follow_until_ended() -> None:
-            follow(setting.folder, setting.local, "node1", keep_on=lambda: not ended.is_set())
-
-        follower = threading.Thread(target=follow_until_ended, daemon=True)
-        follower.start()
-        try:
-            for version in range(3):
-                setting.publisher.publish(version)
-                setting.check()
-                setting.change(version)
-        finally:
-            ended.set()
-            follower.join(60.0)
+    with publishing(model, followed=True) as setting, following(setting.folder, setting.local):
+        for version in range(3):
+            setting.publisher.publish(version)
+            setting.check()
+            setting.change(version)
 
 
 def test_the_precision_of_a_server_is_known_by_its_version_though_its_folder_is_on_another_machine(

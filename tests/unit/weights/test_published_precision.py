@@ -67,25 +67,24 @@ def test_a_weight_in_fp8_comes_with_its_scales() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["model.layers.0", "layers.0.self_attn", "self_attn", "model.layers.0.self_attn.o_proj"]
+    ("entry", "kept", "in_fp8"),
+    [
+        ("model.layers.0", "0.self_attn.o_proj", "10.mlp.down_proj"),
+        ("layers.0.self_attn", "0.self_attn.o_proj", "10.mlp.down_proj"),
+        ("self_attn", "0.self_attn.o_proj", "10.mlp.down_proj"),
+        ("model.layers.0.self_attn.o_proj", "0.self_attn.o_proj", "10.mlp.down_proj"),
+        # One expert keeps all of its layer.
+        ("model.layers.3.mlp.experts.0.up_proj", "3.mlp.experts.5.down_proj", "30.mlp.experts.5.down_proj"),
+    ],
 )
-def test_modules_that_the_server_keeps_are_published_as_they_are(entry: str) -> None:
+def test_modules_that_the_server_keeps_are_published_as_they_are(entry: str, kept: str, in_fp8: str) -> None:
     rule = fp8_rule(quantization_config([entry]))
-
-    assert not rule(spec("model.layers.0.self_attn.o_proj.weight"))
-    assert rule(spec("model.layers.10.mlp.down_proj.weight"))
-
-
-def test_one_expert_that_is_kept_keeps_its_layers_experts() -> None:
-    rule = fp8_rule(quantization_config(["model.layers.3.mlp.experts.0.up_proj"]))
-
-    assert not rule(spec("model.layers.3.mlp.experts.5.down_proj.weight"))
-    assert rule(spec("model.layers.30.mlp.experts.5.down_proj.weight"))
+    assert not rule(spec(f"model.layers.{kept}.weight"))
+    assert rule(spec(f"model.layers.{in_fp8}.weight"))
 
 
 def test_a_fused_module_of_two_precisions_is_an_error() -> None:
     rule = fp8_rule(quantization_config(["model.layers.0.self_attn.q_proj"]))
-
     with pytest.raises(PublishError, match=r"q_proj, k_proj, v_proj in model\.layers\.0\.self_attn"):
         rule(spec("model.layers.0.self_attn.k_proj.weight"))
 
@@ -104,14 +103,12 @@ def test_what_cannot_be_published_is_an_error_that_names_the_server(
     tmp_path: Path, config: dict[str, Any] | None, quantization: str | None, words: str
 ) -> None:
     path = folder_of(tmp_path / "served", config)
-
     with pytest.raises(PublishError, match=rf"{URLS[0]}.*{words}"):
         served_quantization([(URLS[0], path, quantization)])
 
 
 def test_servers_of_different_precisions_are_an_error_that_names_both(tmp_path: Path) -> None:
     paths = [folder_of(tmp_path / "bf16", None), folder_of(tmp_path / "fp8", quantization_config())]
-
     with pytest.raises(PublishError, match=rf"{URLS[1]} and {URLS[0]}"):
         served_quantization([(url, path, None) for url, path in zip(URLS, paths, strict=True)])
 
