@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.distributed.launch import end_of_ranks, output_of
 from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
 
@@ -46,6 +47,21 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
             except ProcessLookupError:
                 continue
         process.wait()
+
+
+def train_in_forks(*overrides: str, ranks: int, log: Path, timeout_seconds: float) -> tuple[int, str]:
+    """(exit code, all output) of what `torchrun` would start, without the imports, which take most of its start."""
+    ended = end_of_ranks(_train, ranks, *overrides, log=log, timeout=timeout_seconds)
+    assert not ended.is_late, output_of(log, 0)
+    code = next((code for code in ended.codes if code), 0)
+    return code, "".join(output_of(log, rank) for rank in range(ranks))
+
+
+def _train(*overrides: str) -> None:
+    from megatron_a3po.__main__ import main
+    from megatron_a3po.runtime.processes import end_process
+
+    end_process(main(["train", "--config", "configs/tiny_cpu.yaml", *overrides]))
 
 
 def run_to_end(command: list[str], log: Path, timeout_seconds: float) -> tuple[int, str]:

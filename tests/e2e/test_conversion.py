@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.runs import metrics, run_to_end, torchrun
+from tests.e2e.runs import metrics, run_to_end, train_in_forks
 from tools.benchmark_conversion import run_tool, write_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -26,7 +26,7 @@ def test_a_run_starts_from_megatrons_weights_and_its_exports_and_checkpoints_are
 
     overrides = [f"model={start}", f"run_dir={run}", "num_steps=3", "rollout.prompts_per_step=8"]
     overrides += ["data.num_held_out=32", "checkpoint.export_every_steps=2", "checkpoint.every_steps=2"]
-    code, output = run_to_end(torchrun(*overrides), tmp_path / "run.log", 300.0)
+    code, output = train_in_forks(*overrides, ranks=4, log=tmp_path / "run.log", timeout_seconds=300.0)
     assert code == 0, output
     assert max(row["logprob_difference_max"] for row in metrics(run)) <= 1e-5
     assert [path.name for path in (run / "exports").iterdir()] == ["step_00000002"]

@@ -20,6 +20,8 @@ from tests.support.scripted_rollouts import make_model, scripted_server, setting
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+TWO_RANKS = {"tensor": 1, "pipeline": 2}
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
@@ -36,7 +38,7 @@ def torchrun(config: dict[str, Any], folder: Path, *options: str) -> list[str]:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     program = ["-m", "megatron_a3po", "train", "--config", str(file)]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *options, *program]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options, *program]
 
 
 @contextmanager
@@ -54,12 +56,12 @@ def test_ranks_that_get_sigterm_save_and_torchrun_restarts_them_where_they_were(
     run, log = tmp_path / "run", tmp_path / "output.log"
     # Every other step is saved already when the signal comes, or is being written.
     saving = {"every_steps": 2, "asynchronous": True, "preemption_grace_seconds": 120}
-    config = settings(tiny_model, run, url, num_steps=1000, checkpoint=saving)
+    config = settings(tiny_model, run, url, num_steps=1000, checkpoint=saving, parallel=TWO_RANKS)
     command = torchrun(config, tmp_path, "--max-restarts=1")
     with run_after_two_steps(command, run, log) as process:
         ranks = [number for number in descendants(process.pid) if is_rank(number)]
-        assert len(ranks) == 4
-        os.kill(ranks[2], signal.SIGTERM)  # one is enough: of a job on several nodes, one may be taken away
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGTERM)  # one is enough: of a job on several nodes, one may be taken away
         wait_until(lambda: not alive(ranks), 150.0)
         # torchrun starts new ones, which take a while to make another step.
         step = newest_checkpoint(run)
@@ -82,7 +84,7 @@ def test_ranks_that_get_sigterm_save_and_torchrun_restarts_them_where_they_were(
 
 def test_without_checkpoints_a_sigterm_ends_the_run_at_once(tiny_model: Path, url: str, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "output.log"
-    config = settings(tiny_model, run, url, num_steps=1000, checkpoint={"every_steps": 0})
+    config = settings(tiny_model, run, url, num_steps=1000, checkpoint={"every_steps": 0}, parallel=TWO_RANKS)
     with run_after_two_steps(torchrun(config, tmp_path), run, log) as process:
         everything = descendants(process.pid)
         process.terminate()
@@ -105,7 +107,9 @@ def is_rank(process_id: int) -> bool:
 def test_a_named_checkpoint_that_is_not_there_is_an_error_before_anything_starts(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    config = settings(tiny_model, tmp_path / "run", "http://127.0.0.1:9", resume=str(tmp_path / "nowhere"))
+    config = settings(
+        tiny_model, tmp_path / "run", "http://127.0.0.1:9", resume=str(tmp_path / "nowhere"), parallel=TWO_RANKS
+    )
     code, output = run_to_end(torchrun(config, tmp_path), tmp_path / "output.log", 120.0)
 
     assert code != 0 and f"error: resume = {tmp_path / 'nowhere'}: " in output and "no such folder" in output
