@@ -4,6 +4,7 @@ As a program it takes jobs from `launch.end_of_ranks`, a line of JSON each, and 
 """
 
 import dataclasses
+import gc
 import json
 import os
 import runpy
@@ -38,6 +39,7 @@ def import_everything() -> None:
     import megatron_a3po.actor.actor
     import megatron_a3po.train  # noqa: F401
 
+    gc.freeze()  # a collection in a rank would look at all that was imported, and copy its memory
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forked ranks"
 
 

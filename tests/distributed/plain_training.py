@@ -1,6 +1,7 @@
-"""Plain PyTorch training of a Hugging Face model, sequence by sequence: what the actor is compared with."""
+"""Plain PyTorch training of a Hugging Face model: what the actor is compared with."""
 
 import copy
+import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,29 +27,35 @@ def random_batch(
     batch = []
     for number in range(4 * num_groups):
         prompt_length, response_length = torch.randint(3, longest, (2,), generator=generator).tolist()
-        # Without token 0: Hugging Face drops the gradient of the padding token's embedding.
-        ids = torch.randint(1, vocab_size, (prompt_length + response_length,), generator=generator)
-        with torch.no_grad():
-            logprobs, _ = response_logprobs(ids, prompt_length, model)
         batch.append(
             Trajectory(
                 prompt_id=str(number),
                 group_id=number // 4,
-                token_ids=ids,
+                # Without token 0: Hugging Face drops the gradient of the padding token's embedding.
+                token_ids=torch.randint(1, vocab_size, (prompt_length + response_length,), generator=generator),
                 prompt_length=prompt_length,
-                behaviour_logprobs=logprobs + 0.7 * torch.randn(response_length, generator=generator),
+                behaviour_logprobs=0.7 * torch.randn(response_length, generator=generator),
                 weight_versions=torch.randint(version - 3, version + 1, (response_length,), generator=generator),
                 reward=0.0,
                 finish_reason=FinishReason.STOP,
             )
         )
-    return batch
+    with torch.no_grad():
+        found = response_logprobs(batch, model)
+    return [
+        dataclasses.replace(item, behaviour_logprobs=logprobs + item.behaviour_logprobs)
+        for item, (logprobs, _) in zip(batch, found, strict=True)
+    ]
 
 
-def response_logprobs(ids: Tensor, prompt_length: int, model: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log-probs of the response tokens, entropies), both [response]"""
-    log_p = (model(ids[None, :-1]).logits[0, prompt_length - 1 :].float() / temperature).log_softmax(-1)
-    return log_p.gather(-1, ids[prompt_length:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+def response_logprobs(batch: Sequence[Trajectory], model: Any, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    """(log-probs of the response tokens, entropies) of each trajectory, both [response]"""
+    # Nothing before a token depends on what is put behind it.
+    ids = torch.nn.utils.rnn.pad_sequence([item.token_ids for item in batch], batch_first=True, padding_value=1)
+    log_p = (model(ids[:, :-1]).logits.float() / temperature).log_softmax(-1)
+    chosen, entropy = log_p.gather(-1, ids[:, 1:, None])[:, :, 0], -(log_p.exp() * log_p).sum(-1)
+    places = [slice(item.prompt_length - 1, len(item.token_ids) - 1) for item in batch]
+    return [(chosen[row, place], entropy[row, place]) for row, place in enumerate(places)]
 
 
 class PlainTrainer:
@@ -82,11 +89,22 @@ class PlainTrainer:
         totals = dict.fromkeys(METRICS, 0.0)
         tokens, norms = 0, []
         with torch.no_grad():
-            before = [self._logprobs(item, self.model)[0] for item in batch]
+            before = self._logprobs(batch, self.model)
+            start = self._logprobs(batch, self.start)
         for number, part in enumerate(_minibatches(batch, self.config.actor.minibatches)):
+            now = self._logprobs([batch[index] for index in part], self.model)
             terms = [
-                self._terms(batch[index], float(advantages[index]), before[index], version, fresh=min(number, 1))
-                for index in part
+                self._terms(
+                    batch[index],
+                    float(advantages[index]),
+                    theta,
+                    entropy,
+                    before=before[index][0],
+                    start=start[index][0],
+                    version=version,
+                    fresh=min(number, 1),
+                )
+                for index, (theta, entropy) in zip(part, now, strict=True)
             ]
             count = sum(len(batch[index].behaviour_logprobs) for index in part)
             sums = {name: sum(term[name] for term in terms) for name in totals}
@@ -101,11 +119,19 @@ class PlainTrainer:
         return {name: value / tokens for name, value in totals.items()} | {"gradient_norm": max(norms)}
 
     def _terms(
-        self, item: Trajectory, advantage: float, before: Tensor, version: int, *, fresh: int
+        self,
+        item: Trajectory,
+        advantage: float,
+        theta: Tensor,
+        entropy: Tensor,
+        *,
+        before: Tensor,
+        start: Tensor,
+        version: int,
+        fresh: int,
     ) -> dict[str, Tensor]:
         """Sums over the response tokens of one trajectory."""
         algorithm = self.config.algorithm
-        theta, entropy = self._logprobs(item, self.model)
         b, d = item.behaviour_logprobs, version - item.weight_versions
         d = torch.where(d == 0, fresh, d).float()
         beta = torch.where(d > 0, 1 / d, 0.0)
@@ -117,9 +143,7 @@ class PlainTrainer:
         if algorithm.weight_cap is not None:
             w = torch.where(w > algorithm.weight_cap, 0.0, w)
         low, high = 1 - algorithm.clip_epsilon_low, 1 + algorithm.clip_epsilon_high
-        with torch.no_grad():
-            reference, _ = self._logprobs(item, self.start)
-        log_rho = reference - theta
+        log_rho = start - theta
         return {
             "loss": -(w * torch.minimum(r * advantage, r.clamp(low, high) * advantage)).sum(),
             "entropy": entropy.sum(),
@@ -127,8 +151,8 @@ class PlainTrainer:
             "proximal_error": (p - before).abs().sum() if algorithm.compare_with_recompute else torch.zeros(()),
         }
 
-    def _logprobs(self, item: Trajectory, model: Any) -> tuple[Tensor, Tensor]:
-        return response_logprobs(item.token_ids, item.prompt_length, model, self.config.rollout.temperature)
+    def _logprobs(self, batch: Sequence[Trajectory], model: Any) -> list[tuple[Tensor, Tensor]]:
+        return response_logprobs(batch, model, self.config.rollout.temperature)
 
     def _learning_rate(self) -> float:
         """Of the coming step: linear up to the peak, then linear towards the minimum one step after the last."""

@@ -222,15 +222,15 @@ def _fresh_batch(seed: int, version: int, plain: Any) -> list[Any]:
 
     batch = None
     if plain is not None:
+        batch = random_batch(seed, version + 3, plain.model, vocab_size=VOCAB_SIZE, longest=64)
         with torch.no_grad():
-            batch = [
-                dataclasses.replace(
-                    item,
-                    behaviour_logprobs=response_logprobs(item.token_ids, item.prompt_length, plain.model)[0],
-                    weight_versions=torch.full((item.response_length,), version),
-                )
-                for item in random_batch(seed, version + 3, plain.model, vocab_size=VOCAB_SIZE, longest=64)
-            ]
+            found = response_logprobs(batch, plain.model)
+        batch = [
+            dataclasses.replace(
+                item, behaviour_logprobs=logprobs, weight_versions=torch.full((item.response_length,), version)
+            )
+            for item, (logprobs, _) in zip(batch, found, strict=True)
+        ]
     return broadcast_trajectories(batch)
 
 
