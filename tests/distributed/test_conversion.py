@@ -60,20 +60,14 @@ def test_in_an_environment_for_gpus_without_a_gpu_transformer_engine_is_not_touc
     paths = f"{tmp_path}:{ROOT}"
     environment = os.environ | RANK_ENVIRONMENT | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     del environment["MASTER_ADDR"]
-    for tool, source, target in (
-        ("convert_hf_to_megatron.py", "hf", "megatron"),
+    for tool, source, target, *options in (
+        ("convert_hf_to_megatron.py", "hf", "megatron", "--verify"),
         ("convert_megatron_to_hf.py", "megatron", "back"),
     ):
-        command = [
-            sys.executable,
-            str(ROOT / "tools" / tool),
-            str(tmp_path / source),
-            str(tmp_path / target),
-            "--verify",
-        ]
+        command = [sys.executable, str(ROOT / "tools" / tool), str(tmp_path / source), str(tmp_path / target), *options]
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=scaled(200), check=False, env=environment
         )
         assert result.returncode == 0, result.stdout + result.stderr
-        assert "equal bit by bit" in result.stdout and "logits of" in result.stdout
+        assert not options or ("equal bit by bit" in result.stdout and "logits of" in result.stdout)
     assert differing_tensors(tmp_path / "hf", tmp_path / "back") == []
