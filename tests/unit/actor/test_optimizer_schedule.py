@@ -9,10 +9,6 @@ import pytest
 from megatron_a3po import cpu
 from megatron_a3po.config import OptimizerConfig
 
-cpu.install()
-
-from megatron_a3po.actor.optimizer import build_schedule  # noqa: E402
-
 PEAK, LOWEST = 3e-6, 2e-7
 
 
@@ -23,6 +19,9 @@ def settings(schedule: str, warmup_steps: int, lowest: float = LOWEST) -> Optimi
 
 def learning_rates(config: OptimizerConfig, num_steps: int) -> list[float]:
     """Of each optimizer step, as the parameter groups have it: the schedule moves before the step."""
+    cpu.install()
+    from megatron_a3po.actor.optimizer import build_schedule
+
     optimizer: Any = SimpleNamespace(param_groups=[{"lr": None}, {"lr": None}])
     schedule = build_schedule(optimizer, config, num_steps)
     rates = []

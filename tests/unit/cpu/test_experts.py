@@ -9,12 +9,8 @@ import torch
 from megatron_a3po import cpu
 from megatron_a3po.errors import ConfigError
 
-cpu.install()
-
-from megatron_a3po.cpu.experts import CpuColumnParallelGroupedLinear, CpuRowParallelGroupedLinear  # noqa: E402
-
 INPUT, OUTPUT = 6, 5
-LAYERS = [CpuColumnParallelGroupedLinear, CpuRowParallelGroupedLinear]
+COLUMN, ROW = "CpuColumnParallelGroupedLinear", "CpuRowParallelGroupedLinear"
 
 
 def _group(size: int = 1, rank: int = 0) -> Any:
@@ -22,11 +18,14 @@ def _group(size: int = 1, rank: int = 0) -> Any:
 
 
 def _experts(
-    layer: Any, num_experts: int = 4, *, bias: bool = False, skip_bias_add: bool = False, **groups: Any
+    layer: str, num_experts: int = 4, *, bias: bool = False, skip_bias_add: bool = False, **groups: Any
 ) -> Any:
+    cpu.install()
+    from megatron_a3po.cpu import experts as layers
+
     sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 1}
     torch.manual_seed(0)
-    experts = layer(
+    experts: Any = getattr(layers, layer)(
         num_experts,
         INPUT,
         OUTPUT,
@@ -44,10 +43,10 @@ def _experts(
     return experts
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", [COLUMN, ROW])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [[3, 0, 1, 4], [0, 0, 0, 8], [0, 0, 0, 0]])
-def test_each_token_meets_the_weights_of_its_expert_only(layer: Any, bias: bool, num_tokens: list[int]) -> None:
+def test_each_token_meets_the_weights_of_its_expert_only(layer: str, bias: bool, num_tokens: list[int]) -> None:
     experts = _experts(layer, bias=bias)
     tokens = torch.randn(sum(num_tokens), INPUT, requires_grad=True)
     output, left_bias = experts(tokens, num_tokens)
@@ -78,23 +77,23 @@ def test_each_token_meets_the_weights_of_its_expert_only(layer: Any, bias: bool,
 
 
 def test_a_skipped_bias_is_handed_to_the_caller() -> None:
-    experts = _experts(CpuRowParallelGroupedLinear, bias=True, skip_bias_add=True)
+    experts = _experts(ROW, bias=True, skip_bias_add=True)
     tokens = torch.randn(8, INPUT)
     output, biases = experts(tokens, [2, 2, 2, 2])
     torch.testing.assert_close(output[2:4], tokens[2:4] @ experts.weight1.T)
     assert [bias is getattr(experts, f"bias{i}") for i, bias in enumerate(biases)] == [True] * 4
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_gradients_are_marked_for_the_ranks_that_hold_the_same_experts(layer: Any) -> None:
+@pytest.mark.parametrize("layer", [COLUMN, ROW])
+def test_gradients_are_marked_for_the_ranks_that_hold_the_same_experts(layer: str) -> None:
     experts = _experts(layer, bias=True)
     assert not any(parameter.allreduce for parameter in experts.parameters())
     assert experts.weight0.tensor_model_parallel
-    assert experts.weight0.partition_dim == (0 if layer is CpuColumnParallelGroupedLinear else 1)
+    assert experts.weight0.partition_dim == (0 if layer == COLUMN else 1)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_checkpoints_place_each_expert_among_those_of_all_ranks(layer: Any) -> None:
+@pytest.mark.parametrize("layer", [COLUMN, ROW])
+def test_checkpoints_place_each_expert_among_those_of_all_ranks(layer: str) -> None:
     experts = _experts(layer, bias=True, ep=_group(2, 1), expt_dp=_group(3, 2))
     tensors = experts.sharded_state_dict("mlp.", metadata={"dp_cp_group": None})
     assert set(tensors) == {f"mlp.{kind}{i}" for kind in ("weight", "bias") for i in range(4)}
@@ -110,4 +109,4 @@ def test_checkpoints_place_each_expert_among_those_of_all_ranks(layer: Any) -> N
 
 def test_experts_split_by_tensor_parallelism_are_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"expert_tensor_parallel_size=2.*use 1"):
-        _experts(CpuColumnParallelGroupedLinear, expt_tp=_group(2))
+        _experts(COLUMN, expt_tp=_group(2))

@@ -15,15 +15,12 @@ from megatron_a3po import cpu
 from megatron_a3po.cpu import rollout_server
 from megatron_a3po.errors import ConfigError
 
-cpu.install()
-
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-
-from megatron_a3po.cpu.attention import CpuDotProductAttention, packed_causal_attention  # noqa: E402
-from megatron_a3po.cpu.modules import CpuNorm  # noqa: E402
-
 HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    cpu.install()
 
 
 def _naive_causal_attention(
@@ -55,9 +52,13 @@ def _spans(lengths: list[int]) -> Tensor:
     return torch.stack([torch.tensor([0, *lengths[:-1]]).cumsum(0), torch.tensor(lengths)], 1)
 
 
-def _packed_attention(packed: list[Tensor], lengths: list[int]) -> Tensor:
+def _packed_attention(
+    packed: list[Tensor], lengths: list[int], query_lengths: list[int] | None = None, **settings: Any
+) -> Tensor:
+    from megatron_a3po.cpu.attention import packed_causal_attention
+
     query, key, value = packed
-    return packed_causal_attention(query, key, value, _spans(lengths), _spans(lengths))
+    return packed_causal_attention(query, key, value, _spans(query_lengths or lengths), _spans(lengths), **settings)
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
@@ -73,9 +74,7 @@ def test_packed_attention_and_its_gradients_equal_the_formula_for_each_sequence(
     packed[0] = packed[0].detach()[: sum(query_lengths)].requires_grad_()
     sink = torch.linspace(-1, 2, HEADS, requires_grad=True) if with_sink else None
     inputs = [*packed, sink] if sink is not None else packed
-    output = packed_causal_attention(
-        packed[0], packed[1], packed[2], _spans(query_lengths), _spans(lengths), window=window, sink=sink
-    )
+    output = _packed_attention(packed, lengths, query_lengths, window=window, sink=sink)
 
     reference = [x.detach().double().requires_grad_() for x in inputs]
     split = (reference[0].split(query_lengths), reference[1].split(lengths), reference[2].split(lengths))
@@ -113,7 +112,11 @@ def test_garbage_in_one_sequence_leaves_the_others_bit_identical(garbage: float)
         assert torch.equal(clean_result, spoiled_result)
 
 
-def _attention(layer_number: int = 1, **config: Any) -> CpuDotProductAttention:
+def _attention(layer_number: int = 1, **config: Any) -> Any:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_a3po.cpu.attention import CpuDotProductAttention
+
     defaults = {
         "attention_dropout": 0.0,
         "context_parallel_size": 1,
@@ -129,6 +132,8 @@ def _attention(layer_number: int = 1, **config: Any) -> CpuDotProductAttention:
 
 
 def test_tokens_between_padded_sequences_give_zeros_and_are_never_attended_to() -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     query, key, value = _random_qkv(12)
     packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 7]), cu_seqlens_q_padded=torch.tensor([0, 6, 12])
@@ -156,10 +161,8 @@ def test_layers_alternate_between_a_sliding_window_and_the_whole_sequence() -> N
 
 
 def test_learnable_sinks_are_a_parameter_sharded_by_heads() -> None:
-    sinks = _attention(softmax_type="learnable", tensor_model_parallel_size=2).softmax_offset
-    assert isinstance(sinks, torch.nn.Parameter)
-    assert sinks.shape == (HEADS // 2,)
-    assert getattr(sinks, "tensor_model_parallel", False)
+    (sinks,) = _attention(softmax_type="learnable", tensor_model_parallel_size=2).parameters()
+    assert sinks.shape == (HEADS // 2,) and sinks.tensor_model_parallel
     assert not list(_attention().parameters())
 
 
@@ -169,43 +172,36 @@ def test_attention_that_the_cpu_does_not_have_is_refused_with_its_name_and_value
         _attention(**{name: value})
 
 
+def _norm(kind: str, dtype: torch.dtype, zero_centered: bool = False) -> Any:
+    from megatron_a3po.cpu.modules import CpuNorm
+
+    shape = {"normalization": kind, "layernorm_zero_centered_gamma": zero_centered, "params_dtype": dtype}
+    norm = CpuNorm(SimpleNamespace(**shape, sequence_parallel=True), 32, eps=1e-6)
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        parameter.detach().add_(torch.randn(32))
+    return norm
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 def test_rms_norm_equals_the_formula(zero_centered: bool, dtype: torch.dtype, tolerance: float) -> None:
-    config: Any = SimpleNamespace(
-        normalization="RMSNorm",
-        layernorm_zero_centered_gamma=zero_centered,
-        params_dtype=dtype,
-        sequence_parallel=True,
-    )
-    norm = CpuNorm(config, 32, eps=1e-6)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        norm.weight.add_(torch.randn(32, generator=generator))
-    hidden = (3 * torch.randn(5, 2, 32, generator=generator)).to(dtype)
+    norm = _norm("RMSNorm", dtype, zero_centered)
+    hidden = (3 * torch.randn(5, 2, 32)).to(dtype)
     exact = hidden.double()
     factor = norm.weight.double() + zero_centered
     expected = factor * exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     output = norm(hidden)
     assert output.dtype == dtype and norm.bias is None
-    assert getattr(norm.weight, "sequence_parallel", False)
+    assert norm.weight.sequence_parallel
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_layer_norm_equals_torch() -> None:
-    config: Any = SimpleNamespace(
-        normalization="LayerNorm",
-        layernorm_zero_centered_gamma=False,
-        params_dtype=torch.float32,
-        sequence_parallel=False,
-    )
-    norm, reference = CpuNorm(config, 32), torch.nn.LayerNorm(32)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, generator=generator)
-    norm.load_state_dict(reference.state_dict())
-    hidden = torch.randn(7, 32, generator=generator)
-    torch.testing.assert_close(norm(hidden), reference(hidden))
+    norm = _norm("LayerNorm", torch.float32)
+    hidden = torch.randn(7, 32)
+    expected = torch.nn.functional.layer_norm(hidden, (32,), norm.weight, norm.bias, 1e-6)
+    torch.testing.assert_close(norm(hidden), expected)
 
 
 def test_asking_for_cuda_gives_the_cpu() -> None:

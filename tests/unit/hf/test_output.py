@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -120,6 +119,8 @@ def test_no_tensor_and_one_that_comes_twice_are_refused() -> None:
 
 @pytest.mark.parametrize("most", [10**9, 300_000])
 def test_transformers_loads_what_was_written(tmp_path: Path, most: int) -> None:
+    from transformers import AutoModelForCausalLM
+
     save_tiny_model("qwen3", tmp_path / "source")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "source" / "model.safetensors").items()}
     output = HfOutput(target=tmp_path / "out", source=tmp_path / "source")
@@ -128,7 +129,7 @@ def test_transformers_loads_what_was_written(tmp_path: Path, most: int) -> None:
     write(output, shards, tensors)
     output.finish(shards)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == dict.fromkeys(tensors, torch.bfloat16)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
     weights = ["model.safetensors"] if most == 10**9 else [shard.file_name for shard in shards]

@@ -15,7 +15,6 @@ MAX_PARAMETERS, MAX_KEYWORD_PARAMETERS = 7, 10
 
 LONG_FILES: dict[str, str] = {
     "tests/unit/checkpoint/test_store.py": "every way in which a checkpoint can be damaged",
-    "tests/unit/conversion/test_conversion.py": "every family of models, in both directions",
     "tests/unit/hf/test_folder.py": "every way in which a model's folder can be damaged",
     "tests/unit/hf/test_output.py": "every way in which writing a model's folder can be interrupted",
     "tests/unit/prompts/test_dataset.py": "every format of a dataset, and every kind of rejected row",

@@ -3,9 +3,9 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from megatron_a3po.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
 from megatron_a3po.errors import DataError
@@ -24,7 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> PromptSet:
     config = config_of(model, tmp_path, evaluated_tokens)
     config.run_dir.mkdir(exist_ok=True)
-    return load_prompts(config, AutoTokenizer.from_pretrained(model), config.run_dir)
+    return load_prompts(config, tokenizer_of(model), config.run_dir)
+
+
+def tokenizer_of(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
 
 
 def config_of(model: Path, tmp_path: Path, evaluated_tokens: int | None) -> RunConfig:
@@ -54,7 +60,7 @@ def test_evaluations_take_the_prompts_that_leave_room_for_their_own_longer_respo
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("megatron_a3po"), "propagate", True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = tokenizer_of(model)
     every = load(model, tmp_path, None)
     assert {name: len(prompts) for name, prompts in every.evaluation.items()} == {"held_out": 11, "other": 12}
     longest = len(tokenizer(" ".join(["seven"] * 6 + ["other"]))["input_ids"])
