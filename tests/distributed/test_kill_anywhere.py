@@ -55,7 +55,7 @@ KILLS = {
     "die_in_background": kill(2, 1, UNFINISHED, checkpoint={"asynchronous": True}),
 }
 
-EVERY_TIME = ("die_in_optimizer", "die_in_publish", "die_in_shard", "die_before_rename", "die_in_background")
+EVERY_TIME = ("die_in_optimizer", "die_in_publish", "die_in_shard", "die_in_background")
 OTHERS = [name for name in KILLS if name not in EVERY_TIME]
 
 

@@ -19,6 +19,8 @@ from tests.distributed.launch import end_of_ranks, output_of
 from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
 
+CONFIG = "configs/tiny_cpu.yaml"
+
 
 def environment() -> dict[str, str]:
     values = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -27,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(*overrides: str, ranks: int = 4) -> list[str]:
-    program = ["-m", "megatron_a3po", "train", "--config", "configs/tiny_cpu.yaml", *overrides]
+    program = ["-m", "megatron_a3po", "train", "--config", CONFIG, *overrides]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
 
 
@@ -49,19 +51,21 @@ def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def train_in_forks(*overrides: str, ranks: int, log: Path, timeout_seconds: float) -> tuple[int, str]:
+def train_in_forks(
+    *overrides: str, ranks: int, log: Path, timeout_seconds: float, config: str = CONFIG
+) -> tuple[int, str]:
     """(exit code, all output) of what `torchrun` would start, without the imports, which take most of its start."""
-    ended = end_of_ranks(_train, ranks, *overrides, log=log, timeout=timeout_seconds)
+    ended = end_of_ranks(_train, ranks, config, *overrides, log=log, timeout=timeout_seconds)
     assert not ended.is_late, output_of(log, 0)
     code = next((code for code in ended.codes if code), 0)
     return code, "".join(output_of(log, rank) for rank in range(ranks))
 
 
-def _train(*overrides: str) -> None:
+def _train(config: str, *overrides: str) -> None:
     from megatron_a3po.__main__ import main
     from megatron_a3po.runtime.processes import end_process
 
-    end_process(main(["train", "--config", "configs/tiny_cpu.yaml", *overrides]))
+    end_process(main(["train", "--config", config, *overrides]))
 
 
 def run_to_end(command: list[str], log: Path, timeout_seconds: float) -> tuple[int, str]:

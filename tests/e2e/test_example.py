@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_a3po.runtime.processes import free_port
 from tests.e2e.runs import ROOT, alive, descendants, environment, metrics, run_to_end, started, wait_until
@@ -19,7 +22,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SCRIPT = "examples/run_a3po_qwen3_8b.sh"
 STEPS = 2
 SMALL = [f"num_steps={STEPS}", "rollout.prompts_per_step=8", "evaluation.datasets.words_b.num_prompts=16"]
-SMALL += ["evaluation.num_samples=2", "checkpoint.every_steps=0"]
+SMALL += ["evaluation.num_samples=2"]
+WITHOUT_CHECKPOINTS = [*SMALL, "checkpoint.every_steps=0"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
@@ -46,16 +50,46 @@ def check(run_dir: Path, output: str, *, servers: int) -> None:
     assert list((run_dir / "servers").iterdir()) == [], "servers are not registered any more"
 
 
-def test_the_shell_script_trains(model: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    code, output = run_to_end(["bash", SCRIPT, f"run_dir={run_dir}", *SMALL], tmp_path / "output.log", 400)
+def test_the_shell_script_trains_from_megatrons_weights_and_leaves_its_policy_in_both_formats(
+    model: Path, tmp_path: Path
+) -> None:
+    """Its server starts without weights of its own, which the first publication brings."""
+    run_dir, back = tmp_path / "run", tmp_path / "step1"
+    saving = ["checkpoint.every_steps=1", "checkpoint.export_every_steps=1"]
+    code, output = run_to_end(["bash", SCRIPT, f"run_dir={run_dir}", *SMALL, *saving], tmp_path / "output.log", 400)
     assert code == 0, output
     check(run_dir, output, servers=1)
 
+    exported, final = run_dir / "exports" / "step_00000001", run_dir / "model"
+    assert sorted(path.name for path in (run_dir / "exports").iterdir()) == ["step_00000001", "step_00000002"]
+    checkpoint = run_dir / "checkpoints" / exported.name
+    to_hf = [sys.executable, "tools/convert_megatron_to_hf.py", str(checkpoint), str(back), "--verify"]
+    code, output = run_to_end(to_hf, tmp_path / "to_hf.log", 240.0)
+    assert code == 0 and "equal bit by bit" in output, output
+    folders = (back, exported, final)
+    converted, *others = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all(converted.keys() == other.keys() for other in others)
+    assert [name for name in converted if not torch.equal(converted[name], others[0][name])] == []
+    assert any(not torch.equal(others[1][name], others[0][name]) for name in converted)
+    for folder in folders:
+        loaded, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert len(tokenizer("spell").input_ids) > 0 and loaded.generation_config is not None
+        assert (folder / "generation_config.json").exists()
 
+
+@pytest.mark.nightly
 def test_torchrun_takes_it_as_its_program_and_stops_it_with_its_servers(model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", SCRIPT, f"run_dir={run_dir}", *SMALL]
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        SCRIPT,
+        f"run_dir={run_dir}",
+        *SMALL,
+        "checkpoint.every_steps=0",
+    ]
     with started(command, tmp_path / "output.log") as process:
         wait_until(lambda: len(metrics(run_dir)) > 1 or process.poll() is not None, 300)
         assert process.poll() is None, (tmp_path / "output.log").read_text()
@@ -74,7 +108,15 @@ def test_two_nodes_train_together_each_with_its_own_server(model: Path, tmp_path
         for node in range(2):
             command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
             command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two-nodes"]
-            command = ["env", f"NODE_ADDRESS=127.0.0.{node + 1}", *command, SCRIPT, f"run_dir={run_dir}", *SMALL]
+            command = [
+                "env",
+                f"NODE_ADDRESS=127.0.0.{node + 1}",
+                *command,
+                SCRIPT,
+                f"run_dir={run_dir}",
+                *SMALL,
+                "checkpoint.every_steps=0",
+            ]
             processes.append(stack.enter_context(started(command, tmp_path / f"node{node}.log")))
         codes = [process.wait(scaled(400)) for process in processes]
     outputs = [(tmp_path / f"node{node}.log").read_text(errors="replace") for node in range(2)]

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.e2e
 
 @contextmanager
 def run_in_full_swing(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The quickstart's own script, after its second step; all settings but the folders are the user's."""
+    """The quickstart's own script, after its second step."""
     log = tmp_path / "output.log"
     command = ["bash", "examples/run_a3po_tiny_cpu.sh", f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    command += ["rollout.prompts_per_step=8", "data.num_held_out=32"]
     with started(command, log) as process:
         wait_until(
             lambda: len(metrics(tmp_path / "run")) > 2,
@@ -48,7 +49,7 @@ def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process
 
 @pytest.mark.parametrize(
     "whom",
-    ["terminal", "rank 3", *(pytest.param(whom, marks=pytest.mark.nightly) for whom in ("script", "rank 0"))],
+    ["terminal", *(pytest.param(whom, marks=pytest.mark.nightly) for whom in ("script", "rank 0", "rank 3"))],
 )
 def test_an_interrupted_run_leaves_no_process(model: Path, tmp_path: Path, whom: str) -> None:
     with run_in_full_swing(model, tmp_path) as (process, log):

@@ -1,4 +1,4 @@
-"""Weights of many layouts on two real SGLang servers, compared through the servers' checksums and log-probs.
+"""Weights of many layouts on real SGLang servers, compared through the servers' checksums and log-probs.
 
 What the checksums must be, a server says after reading the expected weights from a Hugging Face folder by itself; the
 log-probs must be Hugging Face's.
@@ -38,8 +38,8 @@ LAYOUTS: dict[str, list[dict[str, int]]] = {
 }
 EVERY_TIME = ("qwen3", "qwen3_moe")
 OTHERS = [family for family in LAYOUTS if family not in EVERY_TIME]
-RANKS = dict.fromkeys(LAYOUTS, (1, 1)) | {"qwen3": (2, 1)}
-"""Tensor-parallel ranks of the two servers. Not of one key-value head: there SGLang's second rank on a CPU holds the
+RANKS = dict.fromkeys(LAYOUTS, (1, 1)) | {"qwen3": (2,)}
+"""Tensor-parallel ranks of the servers. Not two of one key-value head: there SGLang's second rank on a CPU holds the
 padding of its attention."""
 
 
@@ -117,7 +117,7 @@ def test_servers_hold_the_trainers_weights_whatever_its_layout(family: str, tmp_
     for entry in found:
         assert entry["before"] == former, entry["title"]
         assert entry["after"] == expected, entry["title"]
-        assert entry["versions"] == ["7", "7"], entry["title"]
+        assert set(entry["versions"]) == {"7"}, entry["title"]
         for found_logprobs in entry["logprobs"]:
             assert _largest_difference(found_logprobs, right) <= MAX_LOGPROB_DIFFERENCE, entry["title"]
 

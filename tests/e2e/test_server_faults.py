@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 PUBLISH_SECONDS = scaled(90.0)
 IN_PLACE = ("--disable-radix-cache", "--disable-overlap-schedule")
-TEMPERATURE, LENGTH = 4.0, 220
+TEMPERATURE, LENGTH, NUM_LONG = 4.0, 220, 20
 """Hot, so that responses rarely end before they are long."""
 
 
@@ -110,8 +110,8 @@ class Run:
         return [self.loop.submit(self.sampler.sample_group(self.prompt, -1)) for _ in range(number)]
 
     def start_sampling(self) -> list[Future[Responses]]:
-        """Returns when every server is at work on it."""
-        sampling = self.sample()
+        """Returns when every server is at work on it. They run 16 requests at once, and these are many more."""
+        sampling = self.sample(NUM_LONG)
         urls = [server.url for server in self.pool.membership.members]
         wait_until(lambda: all(map(_num_running, urls)), 60.0)
         return sampling
@@ -279,7 +279,7 @@ def test_a_server_whose_requests_keep_it_from_flushing_is_left_out_and_comes_bac
             run.publish(version)
     (out,) = run.pool.membership.quarantined
     assert out.url == urls[1] and "6 times in a row" in str(out.error)
-    assert len([future.result(scaled(120.0)) for future in sampling]) == 8 * version
+    assert len([future.result(scaled(120.0)) for future in sampling]) == NUM_LONG * version
     assert run.publish(version + 1)["server_resyncs"] == 1
     run.check(run.sample(), {version + 1})
     run.close()

@@ -1,8 +1,8 @@
-"""A torchrun job with two rollout servers, of which one is killed: the other one is enough."""
+"""A run with two rollout servers, of which one is killed: the other one is enough."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megatron_a3po.fleet.event_loop import EventLoopThread
-from tests.e2e.runs import metrics, started, wait_until
+from tests.distributed.launch import forking_program
+from tests.e2e.runs import metrics, train_in_forks, wait_until
 from tests.support.deadlines import scaled
 from tests.support.receiver import start_receiver
 from tests.support.scripted_rollouts import DeterministicServer, make_model, scripted_server, settings
@@ -37,7 +38,7 @@ def mortal_server() -> Iterator[tuple[DeterministicServer, Callable[[], None]]]:
 
 
 def test_a_run_whose_second_server_is_killed_goes_on_with_the_first_to_its_end(tmp_path: Path) -> None:
-    run, log, file = tmp_path / "run", tmp_path / "output.log", tmp_path / "config.yaml"
+    run, file = tmp_path / "run", tmp_path / "config.yaml"
     with scripted_server() as first, mortal_server() as (second, kill):
         config = settings(
             make_model(tmp_path / "model"),
@@ -50,17 +51,17 @@ def test_a_run_whose_second_server_is_killed_goes_on_with_the_first_to_its_end(t
             checkpoint={"every_steps": 0},
         )
         file.write_text(yaml.safe_dump(config))
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        with started([*launcher, "-m", "megatron_a3po", "train", "--config", str(file)], log) as process:
-            wait_until(
-                lambda: len(metrics(run)) > 2, 200.0, lambda: log.read_text() if process.poll() is not None else None
+        forking_program()
+        with ThreadPoolExecutor() as threads:
+            training = threads.submit(
+                train_in_forks, ranks=2, log=tmp_path / "output.log", timeout_seconds=300.0, config=str(file)
             )
+            wait_until(lambda: len(metrics(run)) > 2, 200.0, lambda: training.result()[1] if training.done() else None)
             asked = len(second.bodies("/generate"))
             kill()
-            code = process.wait(scaled(300.0))
+            code, output = training.result(scaled(300.0))
         sampled = [len(server.bodies("/generate")) for server in (first, second)]
 
-    output = log.read_text()
     assert code == 0, output
     assert f"{second.url} is in quarantine, 1 of 2 rollout servers are left" in _everything_said(run, output)
     rows = metrics(run)
