@@ -7,23 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import (
-    alive,
-    descendants,
-    metrics,
-    run_to_end,
-    started,
-    torchrun,
-    train_in_forks,
-    wait_until,
-)
+from tests.e2e.runs import alive, descendants, metrics, run_to_end, started, torchrun, train_in_forks, wait_until
 from tests.support.deadlines import scaled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_or_repeats_nothing(model: Path, tmp_path: Path) -> None:
-    """Its own server ends with it."""
+def test_a_killed_run_goes_on_from_its_checkpoint_and_loses_or_repeats_nothing(
+    server_url: str, model: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     settings = [f"model={model}", f"run_dir={run}", f"rollout.servers=[{server_url}]", "seed=3"]
     settings += ["num_steps=7", "checkpoint.every_steps=3", "rollout.prompts_per_step=8", "data.num_held_out=32"]
