@@ -4,6 +4,7 @@
 VENV ?= .venv
 DEVICE ?= auto
 export VENV
+unexport PYTHONDONTWRITEBYTECODE  # else every process compiles what it imports again
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help

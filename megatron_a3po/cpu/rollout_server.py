@@ -46,7 +46,7 @@ def fork_processes() -> None:
     has started a thread.
     """
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *_, **__: None
 
 
 def _tensor_parallel(arguments: Sequence[str]) -> int:
