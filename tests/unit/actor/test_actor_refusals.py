@@ -11,7 +11,7 @@ from megatron_a3po.algorithm.diagnostics import Totals
 from megatron_a3po.config import RunConfig
 from megatron_a3po.errors import TrainingError
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.types import FinishReason, Trajectory
+from tests.support.trajectories import make_trajectory
 
 VERSION = 3
 
@@ -60,37 +60,24 @@ def actor(*minibatches: tuple[float, float]) -> Any:
     return made
 
 
-def trajectory(*versions: int) -> Trajectory:
-    return Trajectory(
-        prompt_id="task/7/1",
-        group_id=0,
-        token_ids=torch.arange(2 + len(versions)),
-        prompt_length=2,
-        behaviour_logprobs=torch.zeros(len(versions)),
-        weight_versions=torch.tensor(versions),
-        reward=0.0,
-        finish_reason=FinishReason.STOP,
-    )
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_an_advantage_that_is_not_finite_is_refused_with_its_trajectory(value: float) -> None:
     made = actor((10, 0))
-    with pytest.raises(TrainingError, match=r"task/7/1 is (nan|inf); look at the reward function"):
-        made.train_step([trajectory(3, 3)], torch.tensor([value]))
+    with pytest.raises(TrainingError, match=r"task/0/1 is (nan|inf); look at the reward function"):
+        made.train_step([make_trajectory([3, 3], 1)], torch.tensor([value]))
     assert made.optimizer.calls == [] and made.version == VERSION
 
 
 def test_too_many_logprobs_that_are_not_finite_stop_the_run_before_the_step_of_their_minibatch() -> None:
     made = actor((1000, 10), (1000, 11))
     with pytest.raises(TrainingError, match=r"max_nonfinite_share = 1\.0%"):
-        made.train_step([trajectory(0, 3)], torch.ones(1))
+        made.train_step([make_trajectory([0, 3])], torch.ones(1))
     assert made.optimizer.calls == ["step"] and made.version == VERSION
 
 
 def test_a_minibatch_without_loss_tokens_is_skipped_and_counted() -> None:
     made = actor((10, 0), (0, 0), (5, 0))
-    metrics = made.train_step([trajectory(0, 3)], torch.ones(1))
+    metrics = made.train_step([make_trajectory([0, 3])], torch.ones(1))
 
     assert made.optimizer.calls == ["step", "skip", "step", "finish"]
     assert metrics["skipped_steps"] == 1 and metrics["loss_tokens"] == 15 and made.version == VERSION + 1

@@ -23,8 +23,9 @@ from megatron_a3po.rollout.sampler import Responses
 from megatron_a3po.rollout.source import RolloutSource
 from megatron_a3po.runtime.metrics import batch_metrics
 from megatron_a3po.runtime.timing import PhaseTimer
-from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+from megatron_a3po.types import TrajectoryGroup
 from tests.support.scripted_server import ScriptedServer
+from tests.support.trajectories import make_trajectory
 from tests.unit.rollout.test_source import Run
 
 PROMPTS, GROUP_SIZE, STEPS, BROKEN = 3, 2, 4, 5
@@ -105,16 +106,7 @@ def run_config(data: dict[str, Any], **reward: Any) -> RunConfig:
 
 
 def responses(number: int) -> Responses:
-    trajectory = Trajectory(
-        prompt_id=f"task/{number}",
-        group_id=number,
-        token_ids=torch.arange(6),
-        prompt_length=2,
-        behaviour_logprobs=torch.zeros(4),
-        weight_versions=torch.zeros(4, dtype=torch.int64),
-        reward=math.nan,
-        finish_reason=FinishReason.STOP,
-    )
+    trajectory = make_trajectory([0] * 4, number, prompt_id=f"task/{number}", reward=math.nan)
     prompt = Prompt(prompt_id=f"task/{number}", token_ids=(0, 1))
     return Responses(prompt=prompt, group_id=number, trajectories=(trajectory,) * 2, texts=("a", "b"))
 

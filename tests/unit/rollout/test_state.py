@@ -10,6 +10,7 @@ import resource
 import signal
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -27,33 +28,18 @@ from megatron_a3po.rollout.buffer import StalenessBuffer
 from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.state import RolloutState, load_rollout_state, save_rollout_state
-from megatron_a3po.types import FinishReason, Trajectory, TrajectoryGroup
+from megatron_a3po.types import TrajectoryGroup
+from tests.support.trajectories import make_trajectory
 
 seeded = settings(max_examples=40, deadline=None, derandomize=True)
 floats = st.floats(width=32) | st.sampled_from([math.nan, -math.inf, -0.0])
 
 
-def trajectory(
-    group_id: int, versions: Sequence[int], logprobs: Sequence[float] | None = None, *, reward: float = 0.1
-) -> Trajectory:
-    return Trajectory(
-        prompt_id=f"task/0/{group_id}",
-        group_id=group_id,
-        token_ids=torch.arange(2 + len(versions)) + group_id,
-        prompt_length=2,
-        behaviour_logprobs=torch.tensor(logprobs if logprobs is not None else [-0.5] * len(versions)),
-        weight_versions=torch.tensor(versions, dtype=torch.int64),
-        reward=reward,
-        finish_reason=FinishReason.STOP,
-        reward_reason=f"reason_{len(versions)}",
-    )
-
-
 def group(group_id: int, versions: Sequence[int]) -> TrajectoryGroup:
     """Of a size that depends on the group."""
-    return TrajectoryGroup(
-        group_id=group_id, trajectories=tuple(trajectory(group_id, versions) for _ in range(1 + group_id % 3))
-    )
+    tokens = torch.arange(2 + len(versions)) + group_id
+    made = make_trajectory(versions, group_id, token_ids=tokens, reward_reason=f"reason_{len(versions)}")
+    return TrajectoryGroup(group_id=group_id, trajectories=(made,) * (1 + group_id % 3))
 
 
 def new_buffer(groups: int, staleness: int, batches: int, state: RolloutState | None = None) -> StalenessBuffer:
@@ -75,7 +61,9 @@ def through_a_file(state: RolloutState) -> RolloutState:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rollouts.safetensors"
         save_rollout_state(state, path)
-        return load_rollout_state(path)
+        loaded = load_rollout_state(path)
+        path.write_bytes(b"")  # the state outlives its file
+        return loaded
 
 
 def plain(value: Any) -> Any:
@@ -99,9 +87,13 @@ def test_a_state_comes_back_from_its_file_bit_for_bit(
         TrajectoryGroup(
             group_id=30 + 7 * number,
             trajectories=tuple(
-                dataclasses.replace(
-                    trajectory(30 + 7 * number, range(len(logprobs)), logprobs, reward=reward),
+                make_trajectory(
+                    range(len(logprobs)),
+                    30 + 7 * number,
+                    behaviour_logprobs=torch.tensor(logprobs),
+                    reward=reward,
                     prompt_id=data.draw(st.text(max_size=9)),
+                    reward_reason=data.draw(st.sampled_from(["", "right_bad_format"])),
                 )
                 for logprobs, reward in members
             ),
@@ -122,18 +114,6 @@ def test_a_state_comes_back_from_its_file_bit_for_bit(
     )
 
     assert plain(through_a_file(state)) == plain(state)
-
-
-def test_a_state_read_from_a_file_outlives_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.safetensors"
-    state = RolloutState(
-        version=0, next_batch=0, issued=1, consumed=0, dropped={}, buffered=(group(0, [0] * 5000),), in_flight=()
-    )
-    save_rollout_state(state, path)
-    loaded = load_rollout_state(path)
-    path.write_bytes(b"")
-
-    assert plain(loaded) == plain(state)
 
 
 Tensors, Written = dict[str, torch.Tensor], dict[str, Any]
@@ -189,23 +169,18 @@ def test_a_file_of_another_content_is_refused_with_its_path(
         load_rollout_state(path)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 7, 100, -1])
-def test_a_torn_file_is_refused_with_its_path(tmp_path: Path, kept_bytes: int) -> None:
+@pytest.mark.parametrize("damage", [0, 7, 100, -1, "another content", "missing", "a folder"])
+def test_a_file_that_is_torn_foreign_or_none_is_refused_with_its_path(tmp_path: Path, damage: int | str) -> None:
     path = tmp_path / "rollouts.safetensors"
-    save_rollout_state(dataclasses.replace(state_after(0), issued=1, buffered=(group(0, [0]),)), path)
-    path.write_bytes(path.read_bytes()[:kept_bytes])
-
+    if isinstance(damage, int):
+        save_rollout_state(dataclasses.replace(state_after(0), issued=1, buffered=(group(0, [0]),)), path)
+        path.write_bytes(path.read_bytes()[:damage])
+    elif damage == "another content":
+        save_file({"lm_head.weight": torch.zeros(2)}, path)
+    elif damage == "a folder":
+        path.mkdir()
     with pytest.raises(DataError, match=re.escape(str(path))):
         load_rollout_state(path)
-
-
-@pytest.mark.parametrize("name", ["model", "missing", "folder"])
-def test_a_foreign_and_a_missing_file_are_refused_with_their_paths(tmp_path: Path, name: str) -> None:
-    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model")
-    (tmp_path / "folder").mkdir()
-
-    with pytest.raises(DataError, match=re.escape(str(tmp_path / name))):
-        load_rollout_state(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +262,7 @@ def test_the_budget_after_a_restart_is_the_budget_of_the_version(version: int, s
 
 def test_a_restored_buffer_refuses_an_earlier_version_and_a_second_life() -> None:
     buffer = new_buffer(2, 1, 9, state_after(4))
+    buffer.set_version(4)
     with pytest.raises(VersionError, match="from 4 to 3"):
         buffer.set_version(3)
     with pytest.raises(ValueError, match="8 groups were issued already"):
@@ -294,26 +270,31 @@ def test_a_restored_buffer_refuses_an_earlier_version_and_a_second_life() -> Non
     assert plain(buffer.state()) == plain(state_after(4))
 
 
-def test_a_state_that_does_not_fit_the_configuration_names_the_key_and_changes_nothing() -> None:
-    state = dataclasses.replace(state_after(4), issued=12, buffered=(group(8, [3]), group(9, [4])), in_flight=(10, 11))
-    for groups, staleness, message in (
-        (4, 1, "rollout.prompts_per_step = 4"),
-        (1, 1, "rollout.prompts_per_step = 1"),
-        (2, 0, "max_staleness = 0: .* by version 3 .* at version 4"),
-    ):
-        buffer = new_buffer(groups, staleness, 9)
-        with pytest.raises(ConfigError, match=message):
-            buffer.restore(state)
-        assert plain(buffer.state()) == plain(state_after(0))
-    with pytest.raises(ConfigError, match=r"max_staleness = 0: .* by version 4 .* at version 5"):
-        new_buffer(2, 0, 9, dataclasses.replace(state, buffered=(group(8, [4]), group(9, [4]))))
-    new_buffer(2, 1, 9, state)
+OPEN: dict[str, Any] = {"issued": 12, "buffered": (group(8, [3]), group(9, [4])), "in_flight": (10, 11)}
 
 
-@pytest.mark.parametrize("groups", [1, 3, 4])
-def test_another_batch_size_is_refused_also_where_nothing_is_open(groups: int) -> None:
-    with pytest.raises(ConfigError, match=rf"rollout\.prompts_per_step = {groups}"):
-        new_buffer(groups, 1, 9, state_after(4))
+@pytest.mark.parametrize(
+    ("changes", "groups", "staleness", "message"),
+    [
+        ({}, 1, 1, r"rollout\.prompts_per_step = 1"),
+        ({}, 3, 1, r"rollout\.prompts_per_step = 3"),
+        ({}, 4, 1, r"rollout\.prompts_per_step = 4"),
+        (OPEN, 1, 1, r"rollout\.prompts_per_step = 1"),
+        (OPEN, 4, 1, r"rollout\.prompts_per_step = 4"),
+        (OPEN, 2, 0, "max_staleness = 0: .* by version 3 .* at version 4"),
+        (OPEN | {"buffered": (group(8, [4]), group(9, [4]))}, 2, 0, "max_staleness = 0: .* version 4 .* at version 5"),
+        # A group that is older than what was consumed is in flight.
+        ({"issued": 10, "dropped": {"late": 1}, "in_flight": (7,)}, 2, 1, r"rollout\.prompts_per_step = 2"),
+        (OPEN, 2, 1, ""),
+    ],
+)
+def test_a_state_that_does_not_fit_the_configuration_names_the_key_and_changes_nothing(
+    changes: dict[str, Any], groups: int, staleness: int, message: str
+) -> None:
+    state, buffer = dataclasses.replace(state_after(4), **changes), new_buffer(groups, staleness, 9)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        buffer.restore(state)
+    assert plain(buffer.state()) == plain(state_after(0) if message else state)
 
 
 def test_the_place_of_a_dropped_group_is_taken_by_the_next_one_also_after_a_restart() -> None:
@@ -327,12 +308,6 @@ def test_the_place_of_a_dropped_group_is_taken_by_the_next_one_also_after_a_rest
     assert [trajectory.group_id for trajectory in buffer.take()] == [8, 8, 8, 10, 10]
 
 
-def test_a_state_that_lacks_a_group_older_than_what_was_consumed_is_refused() -> None:
-    state = dataclasses.replace(state_after(4), issued=10, dropped={"late": 1}, in_flight=(7,))
-    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step = 2"):
-        new_buffer(2, 1, 9, state)
-
-
 def test_the_ledger_goes_on_with_all_its_counts() -> None:
     ledger = Ledger()
     for group_id in range(5):
@@ -341,15 +316,9 @@ def test_the_ledger_goes_on_with_all_its_counts() -> None:
         ledger.buffer(group_id)
     ledger.consume(1)
     ledger.drop(0, "late")
-    state = RolloutState(
-        version=0,
-        next_batch=0,
-        issued=ledger.issued,
-        consumed=ledger.consumed,
-        dropped=ledger.dropped,
-        buffered=(group(2, [0]), group(4, [0])),
-        in_flight=ledger.in_flight,
-    )
+    counts = {"issued": ledger.issued, "consumed": ledger.consumed, "dropped": ledger.dropped}
+    buffered = (group(2, [0]), group(4, [0]))
+    state = dataclasses.replace(state_after(0), **counts, buffered=buffered, in_flight=ledger.in_flight)
     again = Ledger()
     again.restore(through_a_file(state))
 
@@ -406,20 +375,20 @@ async def _as_it_is(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize(("before", "after"), [(0, 4), (1, 3), (5, 4)])
-async def test_an_interrupted_run_trains_on_the_same_trajectories_in_the_same_order(
-    tmp_path: Path, staleness: int, before: int, after: int
+@pytest.mark.parametrize(("before", "after", "planned"), [(0, 4, 4), (1, 3, 4), (5, 4, 9), (3, 2, 3)])
+async def test_an_interrupted_or_prolonged_run_trains_on_the_same_trajectories_in_the_same_order(
+    tmp_path: Path, staleness: int, before: int, after: int, planned: int
 ) -> None:
     whole = Run(staleness=staleness, batches=before + after, seed=1)
     expected = await whole.batches(before + after)
     await whole.stop()
     for seed in range(2, 12):
-        first = Run(staleness=staleness, batches=before + after, seed=seed)
+        first = Run(staleness=staleness, batches=planned, seed=seed)
         batches = await first.batches(before)
         for _ in range(seed % 4):
             await asyncio.sleep(0)
         save_rollout_state(first.buffer.state(), tmp_path / "state")
-        await first.batches(seed % 2)  # lost: the kill comes after the checkpoint
+        await first.batches(seed % 2 if planned > before else 0)  # lost: the kill comes after the checkpoint
         await first.stop()
 
         state = load_rollout_state(tmp_path / "state")
@@ -433,15 +402,7 @@ async def test_an_interrupted_run_trains_on_the_same_trajectories_in_the_same_or
 
 
 def test_a_full_disk_is_an_oserror_with_its_number(tmp_path: Path) -> None:
-    state = RolloutState(
-        version=1,
-        next_batch=0,
-        issued=1,
-        consumed=0,
-        dropped={},
-        buffered=(group(0, [0] * 50_000),),
-        in_flight=(),
-    )
+    state = dataclasses.replace(state_after(0), version=1, issued=1, buffered=(group(0, [0] * 50_000),))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -452,17 +413,3 @@ def test_a_full_disk_is_an_oserror_with_its_number(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert raised.value.errno == errno.EFBIG
-
-
-async def test_a_finished_run_can_be_prolonged() -> None:
-    first = Run(staleness=2, batches=3, seed=0)
-    batches = await first.batches(3)
-    await first.stop()
-    prolonged = Run(staleness=2, batches=5, seed=0, state=through_a_file(first.buffer.state()))
-    batches += await prolonged.batches(2)
-    await prolonged.stop()
-
-    whole = Run(staleness=2, batches=5, seed=9)
-    assert batches == await whole.batches(5)
-    await whole.stop()
-    assert plain(prolonged.buffer.state()) == plain(whole.buffer.state())
