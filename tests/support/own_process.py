@@ -1,11 +1,15 @@
-"""Measurements of a process's memory, in a process where nothing else takes any."""
+"""Processes of their own, where memory can be measured, and processes that are killed at any of their calls."""
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.deadlines import scaled
 from tests.support.paths import ROOT
@@ -52,3 +56,38 @@ def peak_growth(work: Callable[[], object]) -> int:
 def _status_bytes(line: str) -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{line}:")[1].split()[0]) << 10
+
+
+CALLS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
+
+
+class Killed(BaseException):
+    """The process ends here: nothing of the code under test does anything after it."""
+
+
+@contextmanager
+def ending(patch: pytest.MonkeyPatch, at_call: int, error: BaseException | None = None) -> Iterator[list[str]]:
+    """The call of that number to any of these functions raises `error`, and all later ones work again.
+
+    Without an error the process is killed: no later call works, also not while cleaning up. The list has the names of
+    the functions called.
+    """
+    called: list[str] = []
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        function = getattr(os, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            called.append(name)
+            if error is None and len(called) > at_call:
+                raise Killed
+            if error is not None and len(called) == at_call + 1:
+                raise error
+            return function(*arguments, **keywords)
+
+        return call
+
+    with patch.context() as patched:
+        for name in CALLS:
+            patched.setattr(os, name, wrapped(name))
+        yield called

@@ -1,5 +1,6 @@
 """Which checkpoints a start of a run tries, and which wishes are refused before anything starts."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,12 +59,12 @@ def test_a_named_checkpoint_is_the_only_candidate_in_its_own_run_and_in_a_fresh_
 
 def test_the_same_command_again_goes_on_from_what_the_run_has_saved_since(tmp_path: Path) -> None:
     (ten,) = save(tmp_path / "run", 10)
-    for run_dir, resumed, later in ((tmp_path / "run", 10, 30), (tmp_path / "fresh", 10, 20)):
+    for run_dir, later in ((tmp_path / "run", 30), (tmp_path / "fresh", 20)):
         claim_run_dir(run_dir, RESOLVED, resume=True).release()
         record_origin(run_dir, ten)
         assert plan_resume(run_dir, ten, RESOLVED).candidates == (ten,), "killed before its first save"
         (newer,) = save(run_dir, later)
-        assert plan_resume(run_dir, ten, RESOLVED).candidates == (newer, ten) and resumed < later
+        assert plan_resume(run_dir, ten, RESOLVED).candidates == (newer, ten)
         (run_dir / "checkpoints" / "resumed_from").unlink()
     assert plan_resume(tmp_path / "run", ten, RESOLVED).candidates == (ten,), "back to it once more"
 
@@ -71,9 +72,7 @@ def test_the_same_command_again_goes_on_from_what_the_run_has_saved_since(tmp_pa
 def test_the_same_command_again_does_not_need_the_named_checkpoint_once_there_are_newer_ones(tmp_path: Path) -> None:
     ten, twenty = save(tmp_path / "run", 10, 20)
     record_origin(tmp_path / "run", ten)
-    for file in ten.iterdir():
-        file.unlink()  # as retention does
-    ten.rmdir()
+    shutil.rmtree(ten)  # as retention does
 
     assert plan_resume(tmp_path / "run", ten, RESOLVED).candidates == (twenty, ten)
 

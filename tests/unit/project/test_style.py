@@ -14,11 +14,7 @@ MAX_PARAMETERS, MAX_KEYWORD_PARAMETERS = 7, 10
 """Parameters that may be given by position; parameters that are keyword-only."""
 
 LONG_FILES: dict[str, str] = {
-    "tests/unit/checkpoint/test_store.py": "every way in which a checkpoint can be damaged",
-    "tests/unit/hf/test_folder.py": "every way in which a model's folder can be damaged",
-    "tests/unit/hf/test_output.py": "every way in which writing a model's folder can be interrupted",
     "tests/unit/prompts/test_dataset.py": "every format of a dataset, and every kind of rejected row",
-    "tests/unit/rollout/test_state.py": "every place at which a run can be killed",
 }
 FULL_FOLDERS: dict[str, str] = {
     "tools": "commands that know nothing of each other",

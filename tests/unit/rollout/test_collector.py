@@ -71,6 +71,10 @@ class Rollouts:
     death: list[str]
     """A message here means that the local process has ended."""
 
+    def start(self) -> None:
+        self.publish(0)
+        self.collector.start()
+
     def publish(self, version: int) -> None:
         self.server.version = str(version)
         self.confirm(version)
@@ -106,6 +110,9 @@ async def let_the_loop_run() -> None:
         await asyncio.sleep(0)
 
 
+PARTIAL = response(num_tokens=2, versions=["0"], finish_reason="abort")
+ABORTED = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "no memory"}}}
+WHOLE = response(num_tokens=4, versions=["0"])
 EVALUATION = Sampling(num_samples=1, max_new_tokens=4, temperature=1.0)
 
 
@@ -156,8 +163,7 @@ async def rollouts(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rollouts]:
 async def test_batches_come_in_issue_order_though_groups_end_in_any_order(rollouts: Rollouts) -> None:
     delays = [0.06, 0.0, 0.03, 0.09, 0.01]
     rollouts.server.generation_seconds = lambda number: delays[number % len(delays)]
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
 
     for step in range(NUM_BATCHES):
         batch = await rollouts.next_batch()
@@ -173,8 +179,7 @@ async def test_batches_come_in_issue_order_though_groups_end_in_any_order(rollou
 
 async def test_no_token_is_older_than_the_cap_while_versions_advance(rollouts: Rollouts) -> None:
     rollouts.server.generation_seconds = lambda number: 0.12 if number % 4 == 1 else 0.005
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
     ages = []
 
     for version in range(NUM_BATCHES):
@@ -190,8 +195,7 @@ async def test_no_token_is_older_than_the_cap_while_versions_advance(rollouts: R
 
 
 async def test_issue_stops_at_the_staleness_budget_and_goes_on_with_the_next_version(rollouts: Rollouts) -> None:
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
     budget = (MAX_STALENESS + 1) * GROUPS_PER_BATCH
     await wait_until(lambda: rollouts.check_ledger()["buffered"] == budget)
 
@@ -205,22 +209,11 @@ async def test_issue_stops_at_the_staleness_budget_and_goes_on_with_the_next_ver
     assert rollouts.ledger.issued == budget + GROUPS_PER_BATCH
 
 
-async def test_no_more_groups_are_issued_than_the_run_consumes(rollouts: Rollouts) -> None:
-    rollouts.publish(NUM_BATCHES + 5)
-    rollouts.collector.start()
-
-    await wait_until(lambda: rollouts.check_ledger()["buffered"] == NUM_BATCHES * GROUPS_PER_BATCH)
-    await let_the_loop_run()
-
-    assert rollouts.ledger.issued == NUM_BATCHES * GROUPS_PER_BATCH
-
-
 async def test_a_failing_group_ends_the_wait_with_the_first_cause(rollouts: Rollouts) -> None:
     rollouts.server.script("/generate", hang)
     rollouts.server.script("/generate", refuse(400, "prompt is too long"), calls=range(2, 3))
     rollouts.server.generation_seconds = lambda _: DEADLINE_SECONDS
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
 
     with pytest.raises(RolloutError, match="prompt is too long"):
         await asyncio.wait_for(rollouts.next_batch(), PROMPT_SECONDS)
@@ -228,16 +221,12 @@ async def test_a_failing_group_ends_the_wait_with_the_first_cause(rollouts: Roll
         await rollouts.next_batch()
 
 
-def fails(kind: FailureKind = FailureKind.ERROR) -> RewardFailure:
-    return RewardFailure(kind=kind, message="in the user's code")
-
-
 async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_next_one_takes_its_place(
     rollouts: Rollouts,
 ) -> None:
-    rollouts.scores.wrong = {"task/0/1": fails(FailureKind.TIMEOUT), "task/0/5": fails()}
-    rollouts.publish(0)
-    rollouts.collector.start()
+    kinds = {"task/0/1": FailureKind.TIMEOUT, "task/0/5": FailureKind.ERROR}
+    rollouts.scores.wrong = {id: RewardFailure(kind=kind, message="") for id, kind in kinds.items()}
+    rollouts.start()
 
     consumed = []
     for step in range(NUM_BATCHES):
@@ -251,9 +240,9 @@ async def test_a_group_without_reward_is_dropped_with_its_reason_and_the_next_on
 
 
 async def test_more_failures_than_allowed_end_the_wait_with_their_counts(rollouts: Rollouts) -> None:
-    rollouts.scores.wrong = {f"task/0/{id}": fails() for id in range(3)}
-    rollouts.publish(0)
-    rollouts.collector.start()
+    failure = RewardFailure(kind=FailureKind.ERROR, message="in the user's code")
+    rollouts.scores.wrong = {f"task/0/{id}": failure for id in range(3)}
+    rollouts.start()
 
     with pytest.raises(RewardError, match=r"3 reward_error.*reward\.max_failed_share = 0\.02.*in the user's code"):
         await rollouts.next_batch()
@@ -261,8 +250,7 @@ async def test_more_failures_than_allowed_end_the_wait_with_their_counts(rollout
 
 async def test_the_servers_go_on_while_rewards_are_computed(rollouts: Rollouts) -> None:
     rollouts.scores.hold.clear()
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
     budget = (MAX_STALENESS + 1) * GROUPS_PER_BATCH
 
     await wait_until(lambda: len(rollouts.server.bodies("/generate")) == budget)
@@ -276,8 +264,7 @@ async def test_the_servers_go_on_while_rewards_are_computed(rollouts: Rollouts) 
 @pytest.mark.parametrize("end", ["its process has ended", "nothing answers"])
 async def test_the_end_of_the_only_server_ends_every_wait_promptly(rollouts: Rollouts, wait_for: str, end: str) -> None:
     rollouts.server.script("/generate", hang)
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
     evaluation = rollouts.sampler.sample_each([prompt(0), prompt(1)], EVALUATION)
     work: Awaitable[Any] = rollouts.next_batch() if wait_for == "a batch" else rollouts.collector.or_failure(evaluation)
     waiting = asyncio.ensure_future(work)
@@ -296,8 +283,7 @@ async def test_the_end_of_the_only_server_ends_every_wait_promptly(rollouts: Rol
 
 async def test_connections_lost_now_and_then_lose_no_group(rollouts: Rollouts) -> None:
     rollouts.server.script("/generate", close_connection, calls=range(1, 12, 3))
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
 
     batches = [await rollouts.next_batch() for _ in range(2)]
 
@@ -306,11 +292,8 @@ async def test_connections_lost_now_and_then_lose_no_group(rollouts: Rollouts) -
 
 
 async def test_an_aborted_group_is_sampled_again(rollouts: Rollouts) -> None:
-    partial = response(num_tokens=2, versions=["0"], finish_reason="abort")
-    whole = response(num_tokens=4, versions=["0"])
-    rollouts.server.script("/generate", answer([whole, partial]), calls=range(1, 3))
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.server.script("/generate", answer([WHOLE, PARTIAL]), calls=range(1, 3))
+    rollouts.start()
 
     batch = await rollouts.next_batch()
 
@@ -320,21 +303,10 @@ async def test_an_aborted_group_is_sampled_again(rollouts: Rollouts) -> None:
     assert priorities.count(0) + priorities.count(-1) == 4
 
 
-async def test_a_group_that_is_aborted_every_time_is_an_error(rollouts: Rollouts) -> None:
-    aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "no memory"}}}
-    rollouts.server.script("/generate", answer([aborted] * GROUP_SIZE))
-    rollouts.publish(0)
-    rollouts.collector.start()
-
-    with pytest.raises(RolloutError, match="aborted"):
-        await rollouts.next_batch()
-
-
 async def test_an_aborted_response_of_an_evaluation_is_sampled_again_and_never_counted_as_wrong(
     rollouts: Rollouts,
 ) -> None:
-    partial = response(num_tokens=2, versions=["0"], finish_reason="abort")
-    rollouts.server.script("/generate", answer([partial, partial]), calls=range(1, 2))
+    rollouts.server.script("/generate", answer([PARTIAL] * 2), calls=range(1, 2))
     rollouts.publish(0)
 
     responses = await rollouts.sampler.sample_each([prompt(0), prompt(1)], EVALUATION)
@@ -342,20 +314,22 @@ async def test_an_aborted_response_of_an_evaluation_is_sampled_again_and_never_c
     assert [item.trajectories[0].response_length for item in responses] == [4, 4]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-async def test_a_group_with_another_number_of_responses_is_an_error(rollouts: Rollouts, count: int) -> None:
-    rollouts.server.script("/generate", answer([response(num_tokens=4, versions=["0"])] * count))
-    rollouts.publish(0)
-    rollouts.collector.start()
-
-    with pytest.raises(RolloutError, match=f"{count} of 2"):
-        await rollouts.next_batch()
-
-
-@pytest.mark.parametrize(("label", "message"), [("default", "default"), ("3", "version 3")])
-async def test_tokens_of_no_version_or_of_one_that_is_not_published_are_an_error(
-    rollouts: Rollouts, label: str, message: str
+@pytest.mark.parametrize(
+    ("responses", "label", "message"),
+    [
+        ([ABORTED] * GROUP_SIZE, "0", "aborted"),  # every time
+        ([], "0", "0 of 2"),
+        ([WHOLE], "0", "1 of 2"),
+        ([WHOLE] * 3, "0", "3 of 2"),
+        (None, "default", "default"),
+        (None, "3", "version 3"),  # which is not published
+    ],
+)
+async def test_a_group_without_all_responses_or_with_tokens_of_another_version_is_an_error(
+    rollouts: Rollouts, responses: list[Any] | None, label: str, message: str
 ) -> None:
+    if responses is not None:
+        rollouts.server.script("/generate", answer(responses))
     rollouts.confirm(0)
     rollouts.server.version = label
     rollouts.collector.start()
@@ -366,8 +340,7 @@ async def test_tokens_of_no_version_or_of_one_that_is_not_published_are_an_error
 
 async def test_stopping_in_the_middle_ends_every_request_and_every_wait(rollouts: Rollouts) -> None:
     rollouts.server.script("/generate", hang)
-    rollouts.publish(0)
-    rollouts.collector.start()
+    rollouts.start()
     waiting = asyncio.create_task(rollouts.collector.batch_complete())
     await wait_until(lambda: rollouts.check_ledger()["in_flight"] >= MAX_CONCURRENT)
 

@@ -116,9 +116,8 @@ async def test_requests_say_how_to_sample_come_before_training_and_are_not_too_m
 async def test_one_response_per_prompt_is_asked_for_in_few_requests(
     server: ScriptedServer, pool: ServerPool, tmp_path: Path
 ) -> None:
-    sums, _ = await evaluator(pool, tmp_path, Sampling(num_samples=1, max_new_tokens=SHORT, temperature=1.0)).evaluate(
-        "a"
-    )
+    sampling = Sampling(num_samples=1, max_new_tokens=SHORT, temperature=1.0)
+    sums, _ = await evaluator(pool, tmp_path, sampling).evaluate("a")
     assert len(server.bodies("/generate")) == 1 + 3
     # The first response to each prompt but number 0 is right.
     assert sums.average == pytest.approx(4 / 5) and sums.pass_at == {1: pytest.approx(4 / 5)}

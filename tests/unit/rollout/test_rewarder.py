@@ -53,21 +53,6 @@ def config(tmp_path: Path, server: ScriptedServer, model: Path) -> RunConfig:
     )
 
 
-def test_a_scorer_that_does_not_exist_ends_the_run_before_its_first_training_step(
-    config: RunConfig, server: ScriptedServer, gloo_group: dist.ProcessGroup
-) -> None:
-    reward = config.reward.model_copy(update={"scorer": "no_such_module:f"})
-    mistaken = config.model_copy(update={"reward": reward})
-
-    def first_batch() -> None:
-        with RolloutSource(mistaken, rank=0, gloo_group=gloo_group, timer=PhaseTimer()) as source:
-            start(source, server)  # raises if the worker has tried to import it by then
-            source.next_batch()
-
-    with pytest.raises(RewardError, match=r"reward\.scorer = 'no_such_module:f'.* PYTHONPATH"):
-        first_batch()
-
-
 @pytest.mark.parametrize(
     ("data", "scorer", "expected"),
     [
@@ -191,13 +176,23 @@ def test_groups_without_reward_are_left_out_and_counted_while_batches_stay_whole
         assert counts["consumed"] == STEPS * PROMPTS and len(set(numbers[:9])) == 9
 
 
-def test_a_reward_function_that_always_fails_ends_the_run_with_its_message(
-    config: RunConfig, server: ScriptedServer, gloo_group: dist.ProcessGroup
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        ("no_such_module:f", r"reward\.scorer = 'no_such_module:f'.* PYTHONPATH"),
+        ("tests.support.reward_functions:bad", r"3 reward_error.*reward\.max_failed_share = 0\.02.*KeyError"),
+    ],
+)
+def test_a_scorer_that_does_not_exist_or_always_fails_ends_the_run_before_its_first_training_step(
+    config: RunConfig, server: ScriptedServer, gloo_group: dist.ProcessGroup, scorer: str, message: str
 ) -> None:
-    reward = config.reward.model_copy(update={"scorer": "tests.support.reward_functions:bad", "max_failed_share": 0.02})
-    with RolloutSource(
-        config.model_copy(update={"reward": reward}), rank=0, gloo_group=gloo_group, timer=PhaseTimer()
-    ) as source:
-        start(source, server)
-        with pytest.raises(RewardError, match=r"3 reward_error.*reward\.max_failed_share = 0\.02.*KeyError"):
+    reward = config.reward.model_copy(update={"scorer": scorer, "max_failed_share": 0.02})
+    mistaken = config.model_copy(update={"reward": reward})
+
+    def first_batch() -> None:
+        with RolloutSource(mistaken, rank=0, gloo_group=gloo_group, timer=PhaseTimer()) as source:
+            start(source, server)  # raises if the worker has tried to import the scorer by then
             source.next_batch()
+
+    with pytest.raises(RewardError, match=message):
+        first_batch()

@@ -82,24 +82,20 @@ async def test_a_busy_server_is_asked_all_the_same(servers: list[ScriptedServer]
     busy.cancel()
 
 
-async def test_a_server_in_quarantine_is_left_out(servers: list[ScriptedServer], pool: ServerPool) -> None:
-    pool.membership.quarantine(pool.membership.servers[1], RolloutError("it is silent"))
-
-    sampled = await sample(pool, 4)
-
-    assert [len(asked_of(server)) for server in servers] == [2, 0, 2]
-    assert sorted(item.prompt.prompt_id for item in sampled) == ["0", "1", "2", "3"]
-
-
+@pytest.mark.parametrize("is_known", [True, False])
 async def test_the_prompts_of_a_server_that_fails_are_sampled_elsewhere(
-    servers: list[ScriptedServer], pool: ServerPool
+    servers: list[ScriptedServer], pool: ServerPool, is_known: bool
 ) -> None:
     servers[1].script("/generate", refuse(500, "CUDA error"))
+    if is_known:
+        pool.membership.quarantine(pool.membership.servers[1], RolloutError("it is silent"))
 
     sampled = await sample(pool, 4)
 
     assert sorted(item.prompt.prompt_id for item in sampled) == ["0", "1", "2", "3"]
     assert [server.url for server in pool.membership.quarantined] == [servers[1].url]
+    if is_known:
+        assert [len(asked_of(server)) for server in servers] == [2, 0, 2]
 
 
 async def test_without_prompts_nothing_is_asked(servers: list[ScriptedServer], pool: ServerPool) -> None:

@@ -22,6 +22,8 @@ from megatron_a3po.runtime.timing import PhaseTimer
 from tests.support.scripted_server import ScriptedServer
 
 PROMPTS, GROUP_SIZE, STALENESS, STEPS = 3, 2, 2, 5
+AT_THREE = RolloutState(version=3, next_batch=3, issued=9, consumed=9, dropped={}, buffered=(), in_flight=())
+Start = Callable[..., AbstractContextManager["Run"]]
 
 
 class Run:
@@ -52,9 +54,7 @@ class Run:
 
 
 @pytest.fixture
-def start(
-    model: Path, server: ScriptedServer, tmp_path: Path, gloo_group: dist.ProcessGroup
-) -> Callable[..., AbstractContextManager[Run]]:
+def start(model: Path, server: ScriptedServer, tmp_path: Path, gloo_group: dist.ProcessGroup) -> Start:
     @contextmanager
     def start(
         state: RolloutState | None = None,
@@ -92,7 +92,7 @@ def start(
 
 
 def test_a_killed_run_goes_on_with_the_prompts_that_it_would_have_had(
-    start: Callable[..., AbstractContextManager[Run]], server: ScriptedServer, tmp_path: Path
+    start: Start, server: ScriptedServer, tmp_path: Path
 ) -> None:
     server.generation_seconds = lambda number: 0.05 * (number % 3)
     with start() as run:
@@ -114,9 +114,7 @@ def test_a_killed_run_goes_on_with_the_prompts_that_it_would_have_had(
     assert (counts["issued"], counts["consumed"], counts["dropped"]) == (total, total, 0)
 
 
-def test_every_snapshot_of_a_busy_run_accounts_for_every_group(
-    start: Callable[..., AbstractContextManager[Run]], server: ScriptedServer
-) -> None:
+def test_every_snapshot_of_a_busy_run_accounts_for_every_group(start: Start, server: ScriptedServer) -> None:
     server.generation_seconds = lambda number: 0.002 * (number % 5)
     with start() as run:
         for step in range(STEPS):
@@ -129,7 +127,7 @@ def test_every_snapshot_of_a_busy_run_accounts_for_every_group(
 
 
 def test_a_run_that_is_asked_to_stop_while_it_waits_for_a_slow_server_loses_and_repeats_nothing(
-    start: Callable[..., AbstractContextManager[Run]], server: ScriptedServer
+    start: Start, server: ScriptedServer
 ) -> None:
     with start() as run:
         expected = [run.step() for _ in range(STEPS)]
@@ -154,7 +152,7 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_for_a_slow_server_loses_and_
 
 
 def test_a_batch_that_is_complete_stays_in_the_state_when_the_run_is_asked_to_stop(
-    start: Callable[..., AbstractContextManager[Run]],
+    start: Start,
 ) -> None:
     preemption = Preemption()
     with start(preemption=preemption) as run:
@@ -168,11 +166,10 @@ def test_a_batch_that_is_complete_stays_in_the_state_when_the_run_is_asked_to_st
 
 
 def test_the_trainer_and_the_rollouts_start_at_one_version(
-    start: Callable[..., AbstractContextManager[Run]],
+    start: Start,
 ) -> None:
     """A resumed trainer with the rollouts of a new run would train on the first prompts again."""
-    restored = RolloutState(version=3, next_batch=3, issued=9, consumed=9, dropped={}, buffered=(), in_flight=())
-    for state, trainer, rollouts in ((None, 3, 0), (restored, 0, 3), (restored, 4, 3)):
+    for state, trainer, rollouts in ((None, 3, 0), (AT_THREE, 0, 3), (AT_THREE, 4, 3)):
         with (
             pytest.raises(VersionError, match=f"weight version {trainer}, but the rollouts at {rollouts}"),
             start(state, version=trainer),
@@ -180,19 +177,16 @@ def test_the_trainer_and_the_rollouts_start_at_one_version(
             pass
 
 
-def test_a_run_does_not_go_on_with_other_prompts_than_those_of_its_checkpoint(
-    start: Callable[..., AbstractContextManager[Run]], tmp_path: Path
-) -> None:
+def test_a_run_does_not_go_on_with_other_prompts_than_those_of_its_checkpoint(start: Start, tmp_path: Path) -> None:
     with start(None) as run:
         save_rollout_state(run.take_state(), tmp_path / "state.safetensors")
     prompts = load_rollout_state(tmp_path / "state.safetensors").prompts
     assert prompts
-    known = RolloutState(version=3, next_batch=3, issued=9, consumed=9, dropped={}, buffered=(), in_flight=())
-    with start(replace(known, prompts=prompts), version=3):
+    with start(replace(AT_THREE, prompts=prompts), version=3):
         pass
     with (
         pytest.raises(DataError, match=r"`data`.*`run_dir="),
-        start(replace(known, prompts=f"{prompts} and others"), version=3),
+        start(replace(AT_THREE, prompts=f"{prompts} and others"), version=3),
     ):
         pass
 
