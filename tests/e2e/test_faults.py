@@ -4,35 +4,41 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import alive, descendants, find_server, metrics, started, wait_until
+from tests.e2e.runs import alive, descendants, find_server, metrics, started, torchrun, wait_until
 from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.e2e
 
 
 @contextmanager
-def run_in_full_swing(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The quickstart's own script, after its second step."""
-    log = tmp_path / "output.log"
-    command = ["bash", "examples/run_a3po_tiny_cpu.sh", f"model={model}", f"run_dir={tmp_path / 'run'}"]
-    command += ["rollout.prompts_per_step=8", "data.num_held_out=32"]
-    with started(command, log) as process:
+def run_in_full_swing(
+    model: Path, tmp_path: Path, start: Callable[..., list[str]]
+) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A run after its second step; `start` returns its command, to which it is given the settings."""
+    log, run_dir = tmp_path / "output.log", tmp_path / "run"
+    settings = [f"model={model}", f"run_dir={run_dir}", "rollout.prompts_per_step=8", "data.num_held_out=32"]
+    with started(start(*settings), log) as process:
         wait_until(
-            lambda: len(metrics(tmp_path / "run")) > 2,
+            lambda: len(metrics(run_dir)) > 2,
             240.0,
             lambda: f"the run ended:\n{log.read_text()}" if process.poll() is not None else None,
         )
         yield process, log
 
 
+def quickstart(*settings: str) -> list[str]:
+    return ["bash", "examples/run_a3po_tiny_cpu.sh", *settings]
+
+
 def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
-    with run_in_full_swing(model, tmp_path) as (process, log):
+    with run_in_full_swing(model, tmp_path, partial(torchrun, "parallel.pipeline=1", ranks=2)) as (process, log):
         everything = descendants(process.pid)
         server = find_server(process.pid)
         assert server is not None
@@ -52,7 +58,7 @@ def test_a_run_whose_server_is_killed_ends_with_the_reason_and_leaves_no_process
     ["terminal", *(pytest.param(whom, marks=pytest.mark.nightly) for whom in ("script", "rank 0", "rank 3"))],
 )
 def test_an_interrupted_run_leaves_no_process(model: Path, tmp_path: Path, whom: str) -> None:
-    with run_in_full_swing(model, tmp_path) as (process, log):
+    with run_in_full_swing(model, tmp_path, quickstart) as (process, log):
         everything = descendants(process.pid)
         if whom == "terminal":
             os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the whole foreground group
