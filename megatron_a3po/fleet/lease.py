@@ -41,17 +41,17 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """This run has the server."""
+        """Whether this run has the server."""
         return self._keeper is not None and not self._keeper.done() and not self._is_over
 
     @property
     def has_run_out(self) -> bool:
-        """This run had the server, and stood still or had no answer for so long that another run may have it."""
+        """Whether this run had the server and did not renew the lease in time, so that another run may have it."""
         return self._keeper is not None and not self.is_held
 
     @property
     def is_lost(self) -> bool:
-        """Another run has the server, after this run had it."""
+        """Whether this run had the server and another run has it now."""
         return self._keeper is not None and self._keeper.done()
 
     @property

@@ -66,10 +66,10 @@ class Rewarder:
         return TrajectoryGroup(group_id=responses.group_id, trajectories=_rewarded(responses, outcome, rewards))
 
     async def score_each(self, responses: Sequence[Responses]) -> list[Responses]:
-        """Return the responses of an evaluation with the scorer's values as rewards, without prompts it failed for.
+        """Return the responses of an evaluation with the scorer's values as rewards, without prompts that have none.
 
-        Raises RewardError if the scorer failed for all prompts or for more than `max_failed_share` of them. Fewer than
-        100 prompts may miss as many rewards as 100 may, as in training.
+        Raises RewardError if the scorer failed for all prompts, or for more than `max_failed_share` of them. The share
+        is of at least 100 prompts, as in training.
         """
         chunks = batched([_samples(item) for item in responses], _CHUNK)
         outcomes = [outcome for chunk in await asyncio.gather(*map(self._workers.score, chunks)) for outcome in chunk]

@@ -168,7 +168,7 @@ class WeightPublisher:
 
         Returns why that failed, the same on every rank, or None.
         """
-        # Errors of both are the same on all ranks.
+        # Both raise the same error on all ranks.
         reason = problem_of(lambda: transport.prepare(self._settle_members(call_back)))
         if reason is not None:
             return reason
@@ -183,7 +183,7 @@ class WeightPublisher:
             announcer.result()
         reason = messages.stop_reason()
         if reason is not None and self._fleet is not None:
-            # Before any rank leaves its group, which makes servers fail as a consequence.
+            # The fleet is told before any rank leaves its group. Servers fail when one does, which is not their fault.
             self._fleet.mark_failed()
         reasons = gather_json(reason, self._gloo_group)
         for told in (messages, of_sender, of_announcer):

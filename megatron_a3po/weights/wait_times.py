@@ -11,21 +11,21 @@ class WaitTimes:
 
     clock: Clock = REAL
     message_look_seconds: float = 0.001
-    """Between two looks for a message of another rank: each bucket waits for two messages, and a look is one short
-    request to rank 0's store"""
+    """Time between two looks for a message of another rank. Each bucket waits for two messages; a look is one short
+    request to rank 0's store."""
     failure_look_seconds: float = 0.01
-    """Between two looks for a failure elsewhere, while a rank waits for its own work, whose end it notices at once"""
+    """Time between two looks for a failure elsewhere. The rank notices the end of its own work at once."""
     late_server_seconds: float = 5.0
-    """For a slow server to find the meeting place after another one has refused: where there is none any more, torch
-    would keep the server's scheduler trying for the group's own timeout, which is half an hour in SGLang"""
+    """How long the rendezvous store stays open after a server has refused. A slow server that finds no store would try
+    until the group's own timeout, which is half an hour in SGLang."""
     abort_seconds: float = 5.0
-    """For the end of a broken group: NCCL ends its ranks at once, except one that still joins; gloo ends when the
-    servers leave, and is then left behind"""
+    """How long the end of a broken group is waited for. NCCL ends its ranks at once, except one that still joins. Gloo
+    ends when the servers leave; a group that has not ended by then is left behind."""
     group_margin_seconds: float = 10.0
-    """By which the group's own timeout exceeds the publication's, whose error says more"""
+    """How much longer the group's own timeout is than that of the publication, whose error says more"""
     follower_look_seconds: float = 0.1
-    """Between two looks at a file on shared storage, which may be slow"""
+    """Time between two looks at a file on shared storage, which may be slow"""
     retry_seconds: float = 1.0
-    """Before a follower tries a version again after its first failure; twice as long after each further failure"""
+    """Pause before a follower tries a version again after its first failure. Each further failure doubles it."""
     max_retry_seconds: float = 30.0
-    """The longest such pause: a follower is back soon after its storage is"""
+    """The longest such pause. It bounds how late a follower notices that its storage is back."""

@@ -83,11 +83,11 @@ class GroupTransport:
             self._build(owner, members, self._gloo_group)
 
     def send(self, bucket: Bucket, buffer: Tensor, messages: StoreMessages) -> None:
-        """Broadcast a bucket when it is its turn. Returns when all servers have received it. On the owner."""
+        """Broadcast a bucket when its turn has come, on its owner. Returns when all servers have received it."""
         messages.tell(f"ready {bucket.number}")
         messages.wait_for(f"go {bucket.number}")
-        # In a thread of its own: a server that refuses never joins the broadcast, which would then wait until its
-        # timeout, and NCCL's first one for ever.
+        # The broadcast has a thread of its own, because a server that refuses never joins it: gloo would wait until the
+        # timeout, and NCCL's first broadcast for ever.
         self._pending = in_background(partial(_broadcast, buffer, self._group), "weight broadcast")
         wait_for_all([self._pending], messages, None, self._times)
         self._pending = None
