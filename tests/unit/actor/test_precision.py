@@ -51,7 +51,8 @@ def test_a_transformer_engine_that_is_too_old_for_the_recipe_is_named_with_the_v
 ) -> None:
     device = min(RUNS_ON[recipe] & {HOPPER, BLACKWELL})
     first = FIRST_TRANSFORMER_ENGINE[recipe]
-    refuse_missing_fp8(fp8(recipe), first, device)
+    for enough in (first, (2, 10), (3, 0)):  # compared as numbers
+        refuse_missing_fp8(fp8(recipe), enough, device)
     before = (first[0], first[1] - 1) if first[1] else (first[0] - 1, 13)
     with pytest.raises(ConfigError) as refused:
         refuse_missing_fp8(fp8(recipe), before, device)
@@ -59,35 +60,21 @@ def test_a_transformer_engine_that_is_too_old_for_the_recipe_is_named_with_the_v
         assert words in str(refused.value)
 
 
-def test_versions_are_compared_as_numbers() -> None:
-    refuse_missing_fp8(fp8("blockwise"), (2, 10), HOPPER)
-    refuse_missing_fp8(fp8("blockwise"), (3, 0), HOPPER)
-
-
 @pytest.mark.parametrize("recipe", RUNS_ON)
 @pytest.mark.parametrize(
-    ("transformer_engine", "capability", "missing"),
-    [
-        (None, HOPPER, "Transformer Engine is not installed"),
-        (None, None, "Transformer Engine is not installed"),
-        (NEW_ENOUGH, None, "no CUDA device"),
-    ],
+    ("installed", "capability", "missing"),
+    [(None, HOPPER, "not installed"), (None, None, "not installed"), (NEW_ENOUGH, None, "no CUDA device")],
 )
 def test_fp8_without_transformer_engine_or_without_a_device_is_refused(
-    recipe: str, transformer_engine: tuple[int, int] | None, capability: tuple[int, int] | None, missing: str
+    recipe: str, installed: tuple[int, int] | None, capability: tuple[int, int] | None, missing: str
 ) -> None:
-    with pytest.raises(ConfigError, match=missing) as refused:
-        refuse_missing_fp8(fp8(recipe), transformer_engine, capability)
-    assert "precision: fp8" in str(refused.value) and "precision: bf16" in str(refused.value)
-
-
-def test_weights_are_bf16_unless_everything_is_float32() -> None:
-    assert parameter_dtype("fp32") is torch.float32
-    assert parameter_dtype("bf16") is parameter_dtype("fp8") is torch.bfloat16
+    with pytest.raises(ConfigError, match=f"precision: fp8.*{missing}.*precision: bf16"):
+        refuse_missing_fp8(fp8(recipe), installed, capability)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_without_fp8_its_section_changes_nothing(precision: str, dtype: torch.dtype) -> None:
+    assert parameter_dtype(precision) is dtype  # type: ignore[arg-type]
     expected = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": precision == "bf16", "fp16": False}
     for section in (Fp8Config(), fp8("mxfp8", parameters=True, bf16_layers_at_end=1)):
         assert model_precision(precision, section) == expected  # type: ignore[arg-type]
@@ -100,6 +87,7 @@ def test_fp8_settings_are_the_sections_own_beside_bf16(recipe: str, parameters: 
     section = fp8(recipe, parameters=parameters, bf16_layers_at_start=start, bf16_layers_at_end=end)
     settings = model_precision("fp8", section)
     assert settings.items() >= model_precision("bf16", section).items()
+    assert parameter_dtype("fp8") is torch.bfloat16
     # Gradients need the range of e5m2 where one scale serves a whole tensor.
     assert settings["fp8"] == ("hybrid" if recipe in ("delayed", "tensorwise") else "e4m3")
     assert settings["fp8_recipe"] == recipe and settings["fp8_param"] is parameters

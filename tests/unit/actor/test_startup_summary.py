@@ -1,5 +1,6 @@
 """What a run says before it starts: the facts of its layout, model, precision, memory and kernels."""
 
+import math
 import re
 from typing import Any
 
@@ -14,15 +15,8 @@ from megatron_a3po.preflight.families import read_architecture
 from megatron_a3po.preflight.memory import estimate_memory, rank_parameters, readable_bytes, readable_count
 from tests.unit.preflight.test_memory import GLM, QWEN3_8B
 
-TINY: dict[str, Any] = QWEN3_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 259,
-}
+TINY: dict[str, Any] = QWEN3_8B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 259}
 PLAIN = Fusions(transformer_engine=None, optimizer="torch AdamW", gradient_accumulation=False)
 FUSED = Fusions(transformer_engine=(2, 20), optimizer="FusedAdam of Transformer Engine", gradient_accumulation=True)
 
@@ -103,13 +97,10 @@ def test_experts_and_interleaved_chunks_are_part_of_the_layout_and_do_not_divide
     assert "chunks" not in plain and "experts" not in plain
 
 
-def test_the_product_of_the_axes_is_the_number_of_ranks() -> None:
-    for tensor, pipeline, context in ((1, 1, 1), (8, 1, 1), (2, 4, 2), (4, 2, 1)):
-        parallel = f"parallel={{tensor: {tensor}, pipeline: {pipeline}, context: {context}}}"
-        product = 1
-        for axis in layout(summary(QWEN3_8B, 64, parallel)):
-            product *= int(axis[2:])
-        assert product == 64
+@pytest.mark.parametrize(("tensor", "pipeline", "context"), [(1, 1, 1), (8, 1, 1), (2, 4, 2), (4, 2, 1)])
+def test_the_product_of_the_axes_is_the_number_of_ranks(tensor: int, pipeline: int, context: int) -> None:
+    parallel = f"parallel={{tensor: {tensor}, pipeline: {pipeline}, context: {context}}}"
+    assert math.prod(int(axis[2:]) for axis in layout(summary(QWEN3_8B, 64, parallel))) == 64
 
 
 def test_communication_says_what_overlaps_with_what() -> None:

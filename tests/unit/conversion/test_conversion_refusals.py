@@ -35,28 +35,16 @@ def _fields(**fields: Any) -> Callable[[Path], None]:
 
 UP = "model.layers.1.mlp.up_proj.weight"
 MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "an unknown architecture": (
-        _fields(architectures=["MambaForCausalLM"]),
-        "MambaForCausalLM.*use one of Qwen2ForCausalLM",
-    ),
+    "an unknown architecture": (_fields(architectures=["Mamba"]), "Mamba.*use one of Qwen2ForCausalLM"),
     "a variant": (_fields(attention_bias=True), "attention_bias = True"),
     "a missing tensor": (_tensors(lambda tensors: tensors.pop(UP)), f"misses {UP}"),
     "more layers than config.json describes": (_fields(num_hidden_layers=3, layer_types=None), r"model\.layers\.3"),
-    "layers of two dtypes": (
-        _tensors(lambda tensors: tensors.update({UP: tensors[UP].bfloat16()})),
-        "up_proj.weight is torch.bfloat16",
-    ),
+    "layers of two dtypes": (_tensors(lambda kept: kept.update({UP: kept[UP].bfloat16()})), f"{UP} is torch.bfloat16"),
     "a config.json that is none": (lambda model: (model / "config.json").write_text("["), "config.json"),
     "heads that do not divide": (_fields(num_key_value_heads=3), "config.json: no model"),
-    "a superfluous tensor": (
-        _add("model.layers.1.mlp.extra.weight"),
-        r"no place.* model\.layers\.1\.mlp\.extra\.weight",
-    ),
+    "a superfluous tensor": (_add("model.layers.1.mlp.extra.weight"), r"no place.*layers\.1\.mlp\.extra\.weight"),
     "another model's config.json": (_fields(intermediate_size=80), r"down_proj\.weight is \[64, 96\].* \[64, 80\]"),
-    "a file that is cut off": (
-        lambda model: os.truncate(model / "model.safetensors", 5000),
-        "model.safetensors.*copy or download it again",
-    ),
+    "a file that is cut off": (lambda model: os.truncate(model / "model.safetensors", 5000), "download it again"),
 }
 
 
@@ -112,12 +100,7 @@ CHANGES: dict[str, Callable[[Path, Path], object]] = {
 @pytest.mark.parametrize("interrupted", ["in the midst", "before the end"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_interrupted_conversion_goes_on_where_it_was_and_believes_no_note_without_its_source_and_files(
-    change: str,
-    interrupted: str,
-    model: Path,
-    converter: Converter,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    change: str, interrupted: str, model: Path, converter: Converter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_a3po.conversion import to_megatron
 

@@ -140,12 +140,12 @@ def test_zeros_and_the_smallest_and_largest_numbers_survive() -> None:
     assert values.float()[256:].abs().unique().tolist() == [448.0] and values[256, 0].float() == -448.0
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 128), (128, 0)])
-def test_empty_matrices_have_empty_blocks(shape: tuple[int, int]) -> None:
-    values, scales = quantize_blockwise(torch.empty(shape))
+def test_empty_matrices_have_empty_blocks() -> None:
+    for shape in ((0, 0), (0, 128), (128, 0)):
+        values, scales = quantize_blockwise(torch.empty(shape))
 
-    assert values.shape == shape and scales.shape == (shape[0] // 128, shape[1] // 128)
-    assert dequantize_blockwise(values, scales).shape == shape
+        assert values.shape == shape and scales.shape == (shape[0] // 128, shape[1] // 128)
+        assert dequantize_blockwise(values, scales).shape == shape
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -173,10 +173,10 @@ def test_what_is_no_matrix_of_numbers_within_float32_is_refused(weight: Tensor, 
         quantize_blockwise(weight)
 
 
-@pytest.mark.parametrize("scales", [torch.ones(2, 1), torch.ones(1, 2, 1), torch.ones(1)])
-def test_scales_of_another_shape_are_refused(scales: Tensor) -> None:
-    with pytest.raises(UnusableWeights, match="shape"):
-        dequantize_blockwise(torch.zeros(128, 200, dtype=torch.float8_e4m3fn), scales)
+def test_scales_of_another_shape_are_refused() -> None:
+    for scales in (torch.ones(2, 1), torch.ones(1, 2, 1), torch.ones(1)):
+        with pytest.raises(UnusableWeights, match="shape"):
+            dequantize_blockwise(torch.zeros(128, 200, dtype=torch.float8_e4m3fn), scales)
 
 
 def transformers_quantizer() -> Any:

@@ -64,16 +64,9 @@ def random_tensor(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
     return torch.randint(high, (nbytes,), generator=generator, dtype=torch.uint8).view(dtype).view(shape)
 
 
-TENSORS = st.dictionaries(
-    NAMES,
-    st.builds(
-        random_tensor,
-        st.sampled_from(list(DTYPES.values())),
-        st.lists(st.integers(0, 4), max_size=3),
-        st.integers(0, 9),
-    ),
-    max_size=8,
-)
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+RANDOM = st.builds(random_tensor, st.sampled_from(list(DTYPES.values())), SHAPES, st.integers(0, 9))
+TENSORS = st.dictionaries(NAMES, RANDOM, max_size=8)
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,10 +100,13 @@ def test_a_file_that_grows_is_read_bit_for_bit(
     assert_holds(path, written)
 
 
-def test_a_tensor_has_no_room_where_it_would_not_be_aligned(tmp_path: Path) -> None:
+def test_a_tensor_has_no_room_where_it_would_not_be_aligned_and_some_thousand_find_room(tmp_path: Path) -> None:
     writer = GrowingSafetensorsWriter(tmp_path / "a.safetensors")
-    writer.append("odd", torch.ones(3).bfloat16())
+    for index in range(1500):
+        writer.append(f"model.layers.61.mlp.experts.{index:04}.down_proj.weight_scale_inv", torch.ones(1, 1))
+    assert writer.has_room(spec_of("model.layers.61.mlp.experts.255.down_proj.weight_scale_inv", torch.ones(1, 1)))
 
+    writer.append("odd", torch.ones(3).bfloat16())
     assert writer.has_room(spec_of("half", torch.ones(1).half())) and not writer.has_room(spec_of("x", torch.ones(1)))
 
 
@@ -126,14 +122,6 @@ def test_a_header_that_is_full_is_noticed_before_it_overflows(tmp_path: Path) ->
 
     assert len(tensors) > 150
     assert_holds(tmp_path / "a.safetensors", tensors)
-
-
-def test_some_thousand_tensors_find_room_in_a_file_that_grows(tmp_path: Path) -> None:
-    writer = GrowingSafetensorsWriter(tmp_path / "a.safetensors")
-    for index in range(1500):
-        writer.append(f"model.layers.61.mlp.experts.{index:04}.down_proj.weight_scale_inv", torch.ones(1, 1))
-
-    assert writer.has_room(spec_of("model.layers.61.mlp.experts.255.down_proj.weight_scale_inv", torch.ones(1, 1)))
 
 
 def test_tensors_that_lie_otherwise_in_memory_are_written_as_they_look(tmp_path: Path) -> None:
@@ -161,9 +149,9 @@ SPECS = [spec_of("a", ONE), spec_of("b", ONE)]
         ([("a", ONE)], "1 tensors did not come, such as b"),
         ([], "2 tensors did not come, such as a, b"),
         ([("a", ONE), ("a", ONE)], "a comes twice"),
-        ([("a", ONE), ("c", ONE)], "c does not belong into this file"),
-        ([("a", ONE.T)], r"a is \[3, 2\] torch.float32, and was to be \[2, 3\] torch.float32"),
-        ([("a", ONE.half())], r"a is \[2, 3\] torch.float16, and was to be \[2, 3\] torch.float32"),
+        ([("a", ONE), ("c", ONE)], "c does not belong"),
+        ([("a", ONE.T)], r"a is \[3, 2\] torch.float32, .* \[2, 3\] torch.float32"),
+        ([("a", ONE.half())], r"a is \[2, 3\] torch.float16, .* \[2, 3\] torch.float32"),
     ],
 )
 def test_tensors_that_are_not_the_announced_ones_are_refused_and_nothing_stays(
@@ -178,18 +166,15 @@ def test_tensors_that_are_not_the_announced_ones_are_refused_and_nothing_stays(
 
 def test_names_that_are_announced_twice_and_strange_dtypes_are_refused_before_there_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    with pytest.raises(CheckpointError, match="a comes twice"):
-        SafetensorsWriter(path, [*SPECS, SPECS[0]])
-    with pytest.raises(CheckpointError, match=r"z is torch\.complex64"):
-        SafetensorsWriter(path, [TensorSpec(name="z", dtype=torch.complex64, shape=(1,))])
-    assert list(tmp_path.iterdir()) == []
-
     growing = GrowingSafetensorsWriter(path)
     growing.append("a", ONE)
-    with pytest.raises(CheckpointError, match="a comes twice"):
-        growing.append("a", ONE)
-    with pytest.raises(CheckpointError, match=r"z is torch\.complex64"):
-        growing.append("z", torch.ones(1, dtype=torch.complex64))
+    strange = torch.ones(1, dtype=torch.complex64)
+    for tensor, message in (("a", ONE), "a comes twice"), (("z", strange), r"z is torch\.complex64"):
+        with pytest.raises(CheckpointError, match=message):
+            SafetensorsWriter(tmp_path / "b.safetensors", [*SPECS, spec_of(*tensor)])
+        with pytest.raises(CheckpointError, match=message):
+            growing.append(*tensor)
+    assert not (tmp_path / "b.safetensors").exists()
 
 
 def test_a_process_that_ends_before_the_file_is_whole_leaves_the_former_one(tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ MAX_FILE_LINES, MAX_FOLDER_FILES, MAX_FUNCTION_LINES = 400, 14, 60
 MAX_PARAMETERS, MAX_KEYWORD_PARAMETERS = 7, 10
 """Parameters that may be given by position; parameters that are keyword-only."""
 
-LONG_FILES: dict[str, str] = {
-    "tests/unit/prompts/test_dataset.py": "every format of a dataset, and every kind of rejected row",
-}
+LONG_FILES: dict[str, str] = {}
 FULL_FOLDERS: dict[str, str] = {
     "tools": "commands that know nothing of each other",
     "tests/distributed": "programs that know nothing of each other",

@@ -108,18 +108,12 @@ def test_without_a_template_the_tokenizers_own_beginning_stands_before_the_text(
     assert begin not in PromptEncoder(plain).encode(prompts[0])
 
 
-def test_token_ids_go_as_they_are(tokenizer: Any) -> None:
+def test_token_ids_go_as_they_are_and_many_prompts_at_once_are_encoded_as_one_by_one(tokenizer: Any) -> None:
     encoder = PromptEncoder(tokenizer, system_prompt="S", instruction="I")
-    prompts = [question([5, 6, 7]), question("ab"), question([8])]
+    mixed = ("ab", [8], CONVERSATION, "Zürich\n", OWN_SYSTEM)
+    prompts = [question(prompt) for prompt in ([5, 6, 7], *mixed)]
 
     assert encoder.encode(prompts[0]) == (5, 6, 7)
-    assert encoder.encode_all(prompts) == [list(encoder.encode(item)) for item in prompts]
-
-
-def test_many_at_once_are_encoded_as_one_by_one(tokenizer: Any) -> None:
-    encoder = PromptEncoder(tokenizer)
-    prompts = [question(prompt) for prompt in ("a", CONVERSATION, "Zürich\n", OWN_SYSTEM)]
-
     assert encoder.encode_all(prompts) == [list(encoder.encode(item)) for item in prompts]
 
 

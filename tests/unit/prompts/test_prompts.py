@@ -9,6 +9,7 @@ from megatron_a3po.prompts.encoder import PromptEncoder
 from megatron_a3po.prompts.prompts import PromptSet
 from megatron_a3po.prompts.tasks import _select, load_task
 from megatron_a3po.rewards.scorers import TaskSpec, task_scorer
+from tests.unit.prompts.conftest import ByteTokenizer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
 DATA: dict[str, Any] = {
@@ -21,13 +22,6 @@ DATA: dict[str, Any] = {
 }
 
 
-class ByteTokenizer:
-    """Token ids are the bytes of the text, so a test can read the question back."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(text.encode())
-
-
 def load(**changes: Any) -> PromptSet:
     return load_task(**(DATA | changes), encoder=PromptEncoder(ByteTokenizer()))
 
@@ -36,17 +30,11 @@ def questions(prompts: PromptSet, indices: range) -> list[str]:
     return [bytes(prompts.training_prompt(i).token_ids).decode() for i in indices]
 
 
-def test_the_question_is_encoded_unchanged() -> None:
-    held_out = load().held_out
-
-    assert bytes(held_out[0].token_ids).decode() == INSTRUCTION + "ovated"
-    assert held_out[0].prompt_id == "spell_backward/7/0"
-
-
-def test_only_what_the_tasks_own_scorer_finds_perfect_is_right() -> None:
+def test_the_question_is_encoded_unchanged_and_only_what_the_tasks_own_scorer_finds_perfect_is_right() -> None:
     score, ovated = task_scorer(TaskSpec(name="spell_backward", options={})), load().held_out[0]
 
-    assert ovated.answer == "detavo" and ovated.question == INSTRUCTION + "ovated"
+    assert ovated.prompt_id == "spell_backward/7/0" and ovated.answer == "detavo"
+    assert bytes(ovated.token_ids).decode() == ovated.question == INSTRUCTION + "ovated"
     assert score("detavo", ovated.row) == 1.0
     # Six letters of seven are right, one sixth each, which sums to 0.9999999999999999: right in float32.
     assert score("detavox", ovated.row) == 0.0
@@ -69,6 +57,8 @@ def test_the_same_settings_give_the_same_stream_in_whatever_order_it_is_asked_fo
     expected = questions(forward, range(num))
 
     assert questions(backward, range(num - 1, -1, -1)) == expected[::-1]
+    with pytest.raises(IndexError, match="-1"):
+        forward.training_prompt(-1)
 
 
 def test_a_seed_chooses_the_prompts_and_an_order_seed_their_order() -> None:
@@ -150,17 +140,10 @@ def test_too_few_prompts_are_an_error_with_counts_and_a_remedy() -> None:
     num_prompts = len(load(num_held_out=0))
 
     assert len(load(num_held_out=num_prompts - 1)) == 1
-    with pytest.raises(
-        DataError, match=rf"gives {num_prompts} .*data\.num_held_out = {num_prompts} .*raise data\.size"
-    ):
+    with pytest.raises(DataError, match=rf"{num_prompts} .*data\.num_held_out = {num_prompts} .*raise data\.size"):
         load(num_held_out=num_prompts)
     with pytest.raises(DataError, match="gives 0 different prompts"):
         load(prompt_pattern="no question is like this", num_held_out=0)
-
-
-def test_a_negative_index_is_refused() -> None:
-    with pytest.raises(IndexError, match="-1"):
-        load().training_prompt(-1)
 
 
 def test_the_fingerprint_tells_other_training_prompts() -> None:

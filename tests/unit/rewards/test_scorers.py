@@ -56,21 +56,20 @@ def test_a_scorer_that_cannot_be_used_is_an_error_with_its_name_and_a_remedy(sco
 
 
 class JudgeServer:
-    """Answers every POST by `reply`, and keeps the requests."""
+    """Answers every POST by the next of its replies, the last one again and again, and keeps the requests."""
 
     def __init__(self) -> None:
-        self.replies: list[Reply] = []
+        self.replies: list[Reply] = [lengths]
         self.asked: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
         judge = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                judge.asked.append(body)
+                judge.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 judge.authorizations.append(self.headers["Authorization"])
                 reply = judge.replies.pop(0) if len(judge.replies) > 1 else judge.replies[0]
-                status, text = reply(body)
+                status, text = reply(judge.asked[-1])
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(text.encode())
@@ -81,9 +80,14 @@ class JudgeServer:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/score"
 
+    def score(self, *responses: str) -> list[Score]:
+        return make_scorer(ScorerSpec(scorer=self.url))([sample(text) for text in responses])
+
 
 @pytest.fixture
-def judge() -> Iterator[JudgeServer]:
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr("megatron_a3po.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
     judge = JudgeServer()
     thread = threading.Thread(target=judge.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -98,71 +102,48 @@ def lengths(body: dict[str, Any]) -> tuple[int, str]:
 
 
 def test_a_server_is_asked_once_for_a_group_and_sees_all_of_it(judge: JudgeServer) -> None:
-    judge.replies = [lengths]
-
-    scores = make_scorer(ScorerSpec(scorer=judge.url))([sample("a"), sample("aa")])
-
-    assert [score.value for score in scores] == [1.0, 2.0]
+    assert [score.value for score in judge.score("a", "aa")] == [1.0, 2.0]
     expected = {"prompt_id": "p/1", "prompt": "What?", "answer": "42", "row": {"level": 5}}
     expected |= {"num_tokens": 3, "truncated": False}
     assert judge.asked == [{"samples": [expected | {"response": "a"}, expected | {"response": "aa"}]}]
 
 
 def test_a_server_gets_the_key_of_the_environment(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge.replies = [lengths]
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    make_scorer(ScorerSpec(scorer=judge.url))([sample("a")])
+    judge.score("a")
     monkeypatch.setenv(KEY_VARIABLE, "secret")
-    make_scorer(ScorerSpec(scorer=judge.url))([sample("a")])
+    judge.score("a")
     assert judge.authorizations == [None, "Bearer secret"]
 
 
-def test_a_server_may_give_reasons(judge: JudgeServer) -> None:
-    judge.replies = [lambda _: (200, '{"scores": [{"score": 0.5, "reason": "half"}, 1]}')]
+def test_a_server_that_is_busy_is_asked_again_and_may_give_reasons(judge: JudgeServer) -> None:
+    reasons = '{"scores": [{"score": 0.5, "reason": "half"}, 1]}'
+    judge.replies = [lambda _: (503, "busy"), lambda _: (502, "busy"), lambda _: (200, reasons)]
 
-    scores = make_scorer(ScorerSpec(scorer=judge.url))([sample("a"), sample("b")])
-
-    assert scores == [Score(value=0.5, reason="half"), Score(value=1.0)]
-
-
-def test_a_server_that_is_busy_is_asked_again(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_sleep = asyncio.sleep
-    monkeypatch.setattr("megatron_a3po.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
-    judge.replies = [lambda _: (503, "busy"), lambda _: (502, "busy"), lengths]
-
-    (score,) = make_scorer(ScorerSpec(scorer=judge.url))([sample("abc")])
-
-    assert score.value == 3.0 and len(judge.asked) == 3
+    assert judge.score("a", "b") == [Score(value=0.5, reason="half"), Score(value=1.0)] and len(judge.asked) == 3
 
 
 @pytest.mark.parametrize(
     ("status", "text", "error", "message"),
     [
-        (404, "no such path", RuntimeError, "answered 404: no such path"),
-        (500, "broken", RuntimeError, "status 500: broken"),
-        (200, "<html>", InvalidReward, 'instead of {"scores": '),
-        (200, '{"rewards": [1]}', InvalidReward, 'instead of {"scores": '),
-        (200, '{"scores": 1}', InvalidReward, 'instead of {"scores": '),
-        (200, '{"scores": [{"reason": "x"}]}', InvalidReward, 'instead of {"scores": '),
+        (404, "no such path", RuntimeError, "404: no such path"),
+        (500, "broken", RuntimeError, "500: broken"),
+        (200, "<html>", InvalidReward, "instead of"),
+        (200, '{"rewards": [1]}', InvalidReward, "instead of"),
+        (200, '{"scores": 1}', InvalidReward, "instead of"),
+        (200, '{"scores": [{"reason": "x"}]}', InvalidReward, "instead of"),
         (200, '{"scores": [1, 2]}', InvalidReward, "2 rewards for 1 responses"),
-        (200, '{"scores": [NaN]}', InvalidReward, "nan is not a reward"),
-        (200, '{"scores": ["1.0"]}', InvalidReward, "'1.0' is not a reward"),
+        (200, '{"scores": [NaN]}', InvalidReward, "nan"),
+        (200, '{"scores": ["1.0"]}', InvalidReward, "'1.0'"),
     ],
 )
 def test_a_server_that_gives_no_rewards_is_a_failure_with_its_words(
-    judge: JudgeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    text: str,
-    error: type[Exception],
-    message: str,
+    judge: JudgeServer, status: int, text: str, error: type[Exception], message: str
 ) -> None:
-    real_sleep = asyncio.sleep
-    monkeypatch.setattr("megatron_a3po.rewards.scorers.asyncio.sleep", lambda _: real_sleep(0))
     judge.replies = [lambda _: (status, text)]
 
     with pytest.raises(error, match=message):
-        make_scorer(ScorerSpec(scorer=judge.url))([sample("a")])
+        judge.score("a")
 
 
 def test_a_task_rewards_exactly_what_it_finds_perfect() -> None:

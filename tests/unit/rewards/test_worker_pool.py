@@ -230,23 +230,22 @@ async def test_a_scorer_that_does_not_exist_is_an_error_before_anything_is_score
 
 async def test_workers_and_what_they_started_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Also where the worker is too busy to see that its pipe is closed."""
-    program, pids = tmp_path / "program.py", tmp_path / "pids"
-    program.write_text(
-        "import asyncio, sys\n"
-        "from pathlib import Path\n"
-        f"from {__name__} import FUNCTIONS, RewardWorkers, ScorerSpec, WorkerSettings, group\n"
-        "async def main():\n"
-        "    spec = ScorerSpec(scorer=FUNCTIONS + ':bad')\n"
-        "    settings = {'timeout_seconds': 600, 'max_workers': 1, 'memory_bytes': None}\n"
-        "    workers = RewardWorkers(WorkerSettings(spec=spec, log_file=Path(sys.argv[1]), **settings))\n"
-        "    workers.start()\n"
-        "    await workers.score([group('daemons ' + sys.argv[2])])\n"
-        "asyncio.run(main())\n"
-    )
-    run = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(program), str(tmp_path / "log"), str(pids)),
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    pids = tmp_path / "pids"
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from {__name__} import FUNCTIONS, RewardWorkers, ScorerSpec, WorkerSettings, group
+
+async def main():
+    settings = {{"timeout_seconds": 600, "max_workers": 1, "memory_bytes": None, "log_file": Path(sys.argv[1])}}
+    workers = RewardWorkers(WorkerSettings(spec=ScorerSpec(scorer=FUNCTIONS + ":bad"), **settings))
+    workers.start()
+    await workers.score([group("daemons " + sys.argv[2])])
+
+asyncio.run(main())
+"""
+    arguments = [sys.executable, "-c", program, str(tmp_path / "log"), str(pids)]
+    run = await asyncio.create_subprocess_exec(*arguments, env=os.environ | {"PYTHONPATH": str(ROOT)})
     await until(lambda: len(read_pids(pids)) == 3 or run.returncode is not None)
     of_run = psutil.Process(run.pid).children(recursive=True)
     assert len(of_run) >= 2 + 3
