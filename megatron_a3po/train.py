@@ -47,7 +47,7 @@ def train(config: RunConfig, preemption: Preemption | None = None) -> None:
             def publish() -> dict[str, float]:
                 published = publisher.publish(actor.version)
                 rollouts.set_version(actor.version)
-                return published | actor.compare_logprobs(rollouts.sample_fresh())
+                return published | actor.compare_logprobs(rollouts.sample_for_comparison())
 
             recorder.start(publish(), rollouts.evaluate(0) if resumed_step == 0 else None)
             for step in range(resumed_step + 1, config.num_steps + 1):

@@ -45,7 +45,7 @@ class DroppingServers:
         context = multiprocessing.get_context("spawn")
         self.urls = ["http://127.0.0.1:1"] * number
         self.group_world_size = 1 + number
-        self.membership = 0
+        self.revision = 0
         self._version = ""
         self._pipes: list[Connection[Any, Any]] = []
         self._threads = ThreadPoolExecutor(number)

@@ -32,7 +32,7 @@ class Lease:
         """The session that was opened last"""
         self._opened = -math.inf
         """When it was opened, by this process's clock; the server's time runs from a little later on"""
-        self._keeper: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
         self._attempts = asyncio.Lock()
         self._calls: dict[str, asyncio.Task[float]] = {}
         """Calls to open a session whose answers nobody has seen yet, by its name"""
@@ -42,17 +42,17 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether this run has the server."""
-        return self._keeper is not None and not self._keeper.done() and not self._is_over
+        return self._renewal is not None and not self._renewal.done() and not self._is_over
 
     @property
     def has_run_out(self) -> bool:
         """Whether this run had the server and did not renew the lease in time, so that another run may have it."""
-        return self._keeper is not None and not self.is_held
+        return self._renewal is not None and not self.is_held
 
     @property
     def is_lost(self) -> bool:
         """Whether this run had the server and another run has it now."""
-        return self._keeper is not None and self._keeper.done()
+        return self._renewal is not None and self._renewal.done()
 
     @property
     def _is_over(self) -> bool:
@@ -65,24 +65,24 @@ class Lease:
                 return True
             if not await self._or_refused(self._take_anew()):
                 return False
-            if self._keeper is not None:
-                self._keeper.cancel()
-            self._keeper = asyncio.create_task(self._keep())
+            if self._renewal is not None:
+                self._renewal.cancel()
+            self._renewal = asyncio.create_task(self._renew())
             return True
 
     async def release(self) -> None:
         """Give the server back. Raises nothing."""
         held = self.is_held
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
+        if self._renewal is not None:
+            self._renewal.cancel()
+            self._renewal = None
         for call in self._calls.values():
             call.cancel()
         for name in _SESSIONS if held else ():
             with suppress(RolloutError):
                 await self._end(name)
 
-    async def _keep(self) -> None:
+    async def _renew(self) -> None:
         """Prolong the lease until a session is refused for longer than one of this run's own lasts."""
         pause, num_refused = self.timings.lease_seconds / 2, 0
         # SGLang looks once a second for sessions that have ended.

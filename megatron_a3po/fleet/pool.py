@@ -50,7 +50,7 @@ class ServerPool:
         self.pause_mode = pause_mode
         self._demands = Demands(pause_mode=pause_mode, longest_request=longest_request)
         self.num_pauses = 0
-        self.has_failed = False
+        self.publication_has_failed = False
         """A publication has failed: what fails now is a consequence, and no server is to blame for it."""
         self._silence_seconds = timeout_seconds
         self._find_dead = find_dead
@@ -177,7 +177,7 @@ class ServerPool:
             try:
                 return await ask(server)
             except RolloutError as error:
-                is_consequence = together and (bool(failed) or self.has_failed)
+                is_consequence = together and (bool(failed) or self.publication_has_failed)
                 failed.append(server)
                 if isinstance(error, RolloutServerDied):
                     # The end of a local process may show a moment after the end of its connections, and says more.

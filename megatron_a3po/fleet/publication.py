@@ -75,7 +75,7 @@ class Fleet:
         return self.loop.run(self._served_models())
 
     @property
-    def membership(self) -> int:
+    def revision(self) -> int:
         """A revision: it changes when other servers take part, or when a server has left its groups meanwhile."""
         return self.pool.membership.revision
 
@@ -90,7 +90,7 @@ class Fleet:
 
     def mark_failed(self) -> None:
         """Say that an attempt has failed: what fails from now on is its consequence."""
-        self.pool.has_failed = True
+        self.pool.publication_has_failed = True
 
     def recover(self, version: int) -> Recovery:
         """Clean up after a failed attempt, and return what to do next.
@@ -233,7 +233,7 @@ class Fleet:
     async def _settle_members(self, call_back: CallBack) -> None:
         membership = self.pool.membership
         membership.begin_publication()
-        self.pool.has_failed = False
+        self.pool.publication_has_failed = False
         self._unflushed.clear()
         if call_back != "none":
             for url in await self._find_urls():

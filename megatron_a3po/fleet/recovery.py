@@ -29,7 +29,7 @@ async def undo_publication(pool: ServerPool, participants: Sequence[Server]) -> 
 
     A server that does not answer goes into quarantine. A server that holds parts of a version stays paused.
     """
-    pool.has_failed = True
+    pool.publication_has_failed = True
 
     async def undo(server: Server) -> None:
         try:

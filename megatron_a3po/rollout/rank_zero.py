@@ -147,7 +147,7 @@ class RankZeroRollouts:
         self._complete = None
         return self._in_loop(self._collector.take_batch)
 
-    def sample_fresh(self, num_prompts: int, max_new_tokens: int) -> list[Trajectory]:
+    def sample_for_comparison(self, num_prompts: int, max_new_tokens: int) -> list[Trajectory]:
         """Sample the first held-out prompts on every server by the present version, without rewards."""
         sampled = self._sampler.sample_everywhere(self._prompts.held_out[:num_prompts], max_new_tokens)
         responses = self._loop.run(self._collector.or_failure(sampled))

@@ -121,14 +121,14 @@ class RolloutSource:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._gloo_group)
             is_complete, self.stopped_by = not seen[0], int(seen[1])
 
-    def sample_fresh(self) -> list[Trajectory]:
+    def sample_for_comparison(self) -> list[Trajectory]:
         """Sample `publish.verify_prompts` held-out prompts by the present version, for every rank. Collective."""
         num_prompts = self._config.publish.verify_prompts
         if num_prompts == 0:
             return []
         with self._timer.phase("verify"):
             num_tokens = min(_CHECK_TOKENS, self._config.rollout.max_new_tokens)
-            return self._broadcast(self._rank0.sample_fresh(num_prompts, num_tokens) if self._rank0 else None)
+            return self._broadcast(self._rank0.sample_for_comparison(num_prompts, num_tokens) if self._rank0 else None)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the present version on all evaluation datasets, and return the metrics; none on ranks other than 0.

@@ -47,7 +47,7 @@ class WeightSource(Protocol):
 class Transport(Protocol):
     """A way to the servers: `GroupTransport`, `DiskTransport` or `DeltaTransport`. Every rank has one."""
 
-    why_not: str
+    fallback_note: str
     """What to tell the user when this transport has to take over"""
 
     def prepare(self, members: Members) -> None:
@@ -126,7 +126,7 @@ class WeightPublisher:
         with self._timer.phase("publish"):
             reason = self._publish_through(self._transport, version, call_back="due")
             if reason is not None and self._fallback is not None and self._enough_answer():
-                logger.error("version %d was not published: %s\n%s", version, reason, self._fallback.why_not)
+                logger.error("version %d was not published: %s\n%s", version, reason, self._fallback.fallback_note)
                 self._transport, self._fallback = self._fallback, None
                 second = self._publish_through(self._transport, version, call_back="none")
                 reason = f"{reason}; then: {second}" if second is not None else None
@@ -197,7 +197,7 @@ class WeightPublisher:
             fleet = self._fleet
             assert fleet is not None
             fleet.settle_members(call_back=call_back)
-            return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.membership))
+            return asdict(Members(urls=fleet.urls, world_size=fleet.group_world_size, number=fleet.revision))
 
         return Members(**on_rank_zero(settle, self._gloo_group, PublishError))
 

@@ -296,9 +296,9 @@ def test_a_second_run_is_refused_while_the_first_lives_and_has_the_server_when_i
     assert first.quarantined() == [] and not first.watch.done()
 
     async def die() -> None:
-        keeper = first.pool.membership.servers[0].lease._keeper
-        assert keeper is not None
-        keeper.cancel()
+        renewal = first.pool.membership.servers[0].lease._renewal
+        assert renewal is not None
+        renewal.cancel()
 
     first.loop.run(die(), scaled(5.0))
     first.watch.cancel()

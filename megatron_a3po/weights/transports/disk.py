@@ -80,7 +80,7 @@ class DiskTransport:
         self._fleet = fleet
         self._settings = settings
         self._pause_first = settings.pause_first
-        self.why_not = (
+        self.fallback_note = (
             f"From now on, weights are published through files in {settings.folder}, which is slower; find out why the "
             "servers could not be reached through the network"
         )

@@ -35,7 +35,7 @@ class GroupTransport:
     tells it to. Owners prepare their buckets at the same time.
     """
 
-    why_not = "From now on, weights are published through the network"
+    fallback_note = "From now on, weights are published through the network"
 
     def __init__(
         self,

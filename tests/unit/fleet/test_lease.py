@@ -53,9 +53,9 @@ def publish(pool: ServerPool, server: ScriptedServer, version: int) -> None:
 def die(pool: ServerPool) -> None:
     """As a process does: nothing is said to the server any more."""
     for server in pool.membership.servers:
-        assert server.lease._keeper is not None
-        server.lease._keeper.cancel()
-        server.lease._keeper = None
+        assert server.lease._renewal is not None
+        server.lease._renewal.cancel()
+        server.lease._renewal = None
 
 
 def stand_still(pool: ServerPool, *servers: ScriptedServer) -> None:

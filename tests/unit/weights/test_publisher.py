@@ -119,7 +119,7 @@ def silent_until_given_up(fleet: Fleet) -> Action:
     """Give no answer before the publication has failed without it."""
 
     async def action(_: web.Request, __: Json) -> web.StreamResponse:
-        while not fleet.pool.has_failed:
+        while not fleet.pool.publication_has_failed:
             await asyncio.sleep(0.01)
         return web.Response(status=500)
 

@@ -39,7 +39,7 @@ class DeltaTransport:
         self._settings = settings
         self._local = local
         self._followed = followed
-        self.why_not = (
+        self.fallback_note = (
             f"From now on, weights are published through files in {settings.folder}; find out why the servers could "
             "not be reached through the network"
         )
