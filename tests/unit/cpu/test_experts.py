@@ -68,12 +68,8 @@ def test_each_token_meets_the_weights_of_its_expert_only(layer: str, bias: bool,
     for name, parameter in experts.named_parameters():
         gradient = exact[name].grad
         # Also an expert without tokens has a gradient, of zeros: every rank reduces the same buffers.
-        torch.testing.assert_close(
-            parameter.grad.double(),
-            torch.zeros_like(exact[name]) if gradient is None else gradient,
-            atol=1e-6,
-            rtol=1e-6,
-        )
+        gradient = torch.zeros_like(exact[name]) if gradient is None else gradient
+        torch.testing.assert_close(parameter.grad.double(), gradient, atol=1e-6, rtol=1e-6)
 
 
 def test_a_skipped_bias_is_handed_to_the_caller() -> None:
@@ -85,25 +81,18 @@ def test_a_skipped_bias_is_handed_to_the_caller() -> None:
 
 
 @pytest.mark.parametrize("layer", [COLUMN, ROW])
-def test_gradients_are_marked_for_the_ranks_that_hold_the_same_experts(layer: str) -> None:
-    experts = _experts(layer, bias=True)
-    assert not any(parameter.allreduce for parameter in experts.parameters())
-    assert experts.weight0.tensor_model_parallel
-    assert experts.weight0.partition_dim == (0 if layer == COLUMN else 1)
-
-
-@pytest.mark.parametrize("layer", [COLUMN, ROW])
-def test_checkpoints_place_each_expert_among_those_of_all_ranks(layer: str) -> None:
+def test_gradients_are_marked_and_checkpoints_place_each_expert_among_those_of_all_ranks(layer: str) -> None:
     experts = _experts(layer, bias=True, ep=_group(2, 1), expt_dp=_group(3, 2))
+    # Gradients are reduced by the ranks that hold the same experts.
+    assert not any(parameter.allreduce for parameter in experts.parameters())
+    assert experts.weight0.tensor_model_parallel and experts.weight0.partition_dim == (0 if layer == COLUMN else 1)
     tensors = experts.sharded_state_dict("mlp.", metadata={"dp_cp_group": None})
     assert set(tensors) == {f"mlp.{kind}{i}" for kind in ("weight", "bias") for i in range(4)}
     for i in range(4):
         weight, bias = tensors[f"mlp.weight{i}"], tensors[f"mlp.bias{i}"]
         assert (weight.key, bias.key) == ("mlp.weight", "mlp.bias")
-        assert weight.global_shape == (8, OUTPUT, INPUT)
-        assert weight.global_offset == (4 + i, 0, 0)
-        assert bias.global_shape == (8, OUTPUT)
-        assert weight.replica_id[2] == 2
+        assert (weight.global_shape, weight.global_offset) == ((8, OUTPUT, INPUT), (4 + i, 0, 0))
+        assert bias.global_shape == (8, OUTPUT) and weight.replica_id[2] == 2
         assert weight.data is getattr(experts, f"weight{i}")
 
 

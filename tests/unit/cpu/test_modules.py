@@ -117,16 +117,9 @@ def _attention(layer_number: int = 1, **config: Any) -> Any:
 
     from megatron_a3po.cpu.attention import CpuDotProductAttention
 
-    defaults = {
-        "attention_dropout": 0.0,
-        "context_parallel_size": 1,
-        "tensor_model_parallel_size": 1,
-        "num_attention_heads": HEADS,
-        "params_dtype": torch.float32,
-        "softmax_type": "vanilla",
-        "window_size": None,
-        "window_attn_skip_freq": None,
-    }
+    defaults = {"attention_dropout": 0.0, "softmax_type": "vanilla", "window_size": None, "window_attn_skip_freq": None}
+    defaults |= {"context_parallel_size": 1, "tensor_model_parallel_size": 1}
+    defaults |= {"num_attention_heads": HEADS, "params_dtype": torch.float32}
     merged: Any = SimpleNamespace(**defaults | config)
     return CpuDotProductAttention(merged, layer_number, AttnMaskType.causal, "self")
 
@@ -204,20 +197,15 @@ def test_layer_norm_equals_torch() -> None:
     torch.testing.assert_close(norm(hidden), expected)
 
 
-def test_asking_for_cuda_gives_the_cpu() -> None:
+def test_asking_for_cuda_gives_the_cpu_with_its_random_state_but_a_torch_device_context_still_decides() -> None:
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.ones(2).to("cuda:0").cuda().device.type == "cpu"
     assert torch.empty(2, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
     assert not torch.cuda.is_available()
-
-
-def test_a_torch_device_context_still_decides_where_tensors_are_made() -> None:
     with torch.device("meta"):
         assert torch.zeros(3).is_meta and torch.arange(3).is_meta
         assert all(parameter.is_meta for parameter in torch.nn.Linear(2, 2).parameters())
 
-
-def test_a_saved_and_restored_cuda_random_state_repeats_the_numbers() -> None:
     torch.cuda.manual_seed(5)
     state = torch.cuda.get_rng_state()
     first = torch.rand(4)
@@ -228,39 +216,28 @@ def test_a_saved_and_restored_cuda_random_state_repeats_the_numbers() -> None:
 def test_hugging_face_from_pretrained_computes_the_right_rotary_frequencies(tmp_path: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=DIM,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": DIM}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(**sizes, **heads, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     loaded = Qwen3ForCausalLM.from_pretrained(tmp_path)
     expected = 1e4 ** -(torch.arange(0, DIM, 2) / DIM)
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, expected)
 
 
-def test_an_environment_with_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "transformer_engine.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(cpu, "_installed", False)
-    with pytest.raises(ConfigError, match="transformer_engine is installed"):
-        cpu.install()
-
-
-def test_installing_after_megatron_was_imported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_installed", False)
-    with pytest.raises(RuntimeError, match="must run before megatron"):
-        cpu.install()
-
-
-def test_the_inert_transformer_engine_is_gone_after_the_bridge_was_imported() -> None:
+def test_an_environment_with_transformer_engine_and_an_import_of_megatron_before_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The inert Transformer Engine is gone after megatron-bridge was imported.
     assert "megatron.bridge" in sys.modules
     assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+    monkeypatch.setattr(cpu, "_installed", False)
+    with pytest.raises(RuntimeError, match="before megatron"):
+        cpu.install()
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="transformer_engine is installed"):
+        cpu.install()
 
 
 def test_a_rollout_server_of_several_ranks_binds_each_to_a_core() -> None:
@@ -273,11 +250,13 @@ def test_a_rollout_server_of_several_ranks_binds_each_to_a_core() -> None:
 
 
 def test_rollout_server_settings_need_neither_torch_nor_megatron_and_the_stand_in_names_what_is_missing() -> None:
-    script = (
-        "import sys; from megatron_a3po.cpu import rollout_server; "
-        "assert not {'torch', 'megatron'} & set(sys.modules); "
-        "sys.path.insert(0, rollout_server.server_environment()['PYTHONPATH']); "
-        "from sgl_kernel import silu_and_mul; silu_and_mul(1)"
-    )
+    script = """
+import sys
+from megatron_a3po.cpu import rollout_server
+assert not {"torch", "megatron"} & set(sys.modules)
+sys.path.insert(0, rollout_server.server_environment()["PYTHONPATH"])
+from sgl_kernel import silu_and_mul
+silu_and_mul(1)
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert "NotImplementedError: sgl_kernel.silu_and_mul was called" in done.stderr

@@ -50,37 +50,27 @@ def test_prompts_that_are_too_long_are_left_out_and_a_foreign_tokenizer_is_refus
         load(vocab_size=120)
 
 
-def test_the_same_settings_give_the_same_stream_in_whatever_order_it_is_asked_for() -> None:
-    forward, backward = load(), load()
-    num = 2 * len(forward) + 5
-
-    expected = questions(forward, range(num))
-
-    assert questions(backward, range(num - 1, -1, -1)) == expected[::-1]
-    with pytest.raises(IndexError, match="-1"):
-        forward.training_prompt(-1)
-
-
-def test_a_seed_chooses_the_prompts_and_an_order_seed_their_order() -> None:
-    first, other_seed, other_order = load(), load(seed=8), load(order_seed=1)
-    stream, other_prompts, reordered = (
-        questions(prompts, range(len(prompts))) for prompts in (first, other_seed, other_order)
-    )
-
-    assert set(stream) != set(other_prompts)
-    assert stream != reordered and sorted(stream) == sorted(reordered)
-    assert first.held_out[0].prompt_id == other_order.held_out[0].prompt_id
-
-
-def test_every_epoch_holds_each_training_prompt_once_in_an_order_of_its_own() -> None:
-    prompts = load()
+def test_every_epoch_holds_each_training_prompt_once_in_an_order_of_its_own_that_the_settings_give() -> None:
+    prompts, again = load(), load()
     size = len(prompts)
-
     epochs = [questions(prompts, range(i * size, (i + 1) * size)) for i in range(3)]
 
     assert len(set(epochs[0])) == size
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    stream = [question for epoch in epochs for question in epoch]
+    assert questions(again, range(3 * size - 1, -1, -1)) == stream[::-1], "in whatever order it is asked for"
+    with pytest.raises(IndexError, match="-1"):
+        prompts.training_prompt(-1)
+
+
+def test_a_seed_chooses_the_prompts_and_an_order_seed_their_order() -> None:
+    first, other_seed, other_order = load(), load(seed=8), load(order_seed=1)
+    stream, other_prompts, reordered = (questions(each, range(len(each))) for each in (first, other_seed, other_order))
+
+    assert set(stream) != set(other_prompts)
+    assert stream != reordered and sorted(stream) == sorted(reordered)
+    assert first.held_out[0].prompt_id == other_order.held_out[0].prompt_id
 
 
 def test_held_out_prompts_are_the_first_ones_and_never_trained_on() -> None:
@@ -112,7 +102,7 @@ def test_a_question_that_differs_only_in_case_is_a_duplicate_and_the_first_one_s
 
 
 def test_duplicates_of_a_real_task_are_dropped() -> None:
-    prompts = load(size=20000, num_held_out=512, prompt_pattern=DATA["prompt_pattern"])
+    prompts = load(size=20000, num_held_out=512)
 
     assert (len(prompts), len(prompts.held_out)) == (9706, 512)
     assert len(set(questions(prompts, range(len(prompts))))) == 9706

@@ -141,11 +141,13 @@ async def test_a_function_that_hangs_is_killed_at_the_deadline_while_the_event_l
     assert outcome == [Score(value=1.0)]
 
 
-async def test_a_child_that_comes_back_into_the_worker_answers_nothing(open_workers: Open) -> None:
+async def test_a_child_that_comes_back_into_the_worker_answers_nothing_and_children_can_be_terminated(
+    open_workers: Open,
+) -> None:
     workers = open_workers("bad")
-
     for _ in range(3):
         assert await values(workers, "fork", "fine") == [1.0, 1.0]
+    assert await values(open_workers("terminate"), "x") == [1.0]
 
 
 @pytest.mark.parametrize("end", ["the request is cancelled", "the scorer dies"])
@@ -184,10 +186,6 @@ def signal_workers() -> None:
     for process in [each for watchdog in processes() for each in (watchdog, *watchdog.children())]:
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGTERM)
-
-
-async def test_a_function_can_terminate_what_it_has_started(open_workers: Open) -> None:
-    assert await values(open_workers("terminate"), "x") == [1.0]
 
 
 @pytest.mark.parametrize("victim", ["watchdog", "scorer"])

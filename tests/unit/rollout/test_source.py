@@ -23,6 +23,7 @@ from tests.support.scripted_server import ScriptedServer
 
 PROMPTS, GROUP_SIZE, STALENESS, STEPS = 3, 2, 2, 5
 AT_THREE = RolloutState(version=3, next_batch=3, issued=9, consumed=9, dropped={}, buffered=(), in_flight=())
+LIMITS = {"max_new_tokens": 4, "max_concurrent_groups": 5}
 Start = Callable[..., AbstractContextManager["Run"]]
 
 
@@ -47,6 +48,10 @@ class Run:
         self.publish(self.version + 1)
         return [trajectory.prompt_id for trajectory in batch[::GROUP_SIZE]]
 
+    def until_idle(self) -> None:
+        while self.source.ledger_counts()["in_flight"]:
+            time.sleep(0.005)
+
     def take_state(self) -> RolloutState:
         state = self.source.state()
         assert state is not None
@@ -57,10 +62,7 @@ class Run:
 def start(model: Path, server: ScriptedServer, tmp_path: Path, gloo_group: dist.ProcessGroup) -> Start:
     @contextmanager
     def start(
-        state: RolloutState | None = None,
-        num_steps: int = STEPS,
-        version: int | None = None,
-        preemption: Preemption | None = None,
+        state: RolloutState | None = None, num_steps: int = STEPS, version: int | None = None, **stop: Preemption
     ) -> Iterator[Run]:
         config = RunConfig(
             model=model,
@@ -69,16 +71,10 @@ def start(model: Path, server: ScriptedServer, tmp_path: Path, gloo_group: dist.
             max_staleness=STALENESS,
             data=DataConfig(task="spell_backward", size=40, num_held_out=8),
             reward=RewardConfig(scorer="tests.support.reward_functions:length"),  # starts faster than the task's
-            rollout=RolloutConfig(
-                servers=[server.url],
-                prompts_per_step=PROMPTS,
-                group_size=GROUP_SIZE,
-                max_new_tokens=4,
-                max_concurrent_groups=5,
-            ),
+            rollout=RolloutConfig(servers=[server.url], prompts_per_step=PROMPTS, group_size=GROUP_SIZE, **LIMITS),
         )
         with RolloutSource(
-            config, rank=0, gloo_group=gloo_group, timer=PhaseTimer(), preemption=preemption, look_seconds=0.05
+            config, rank=0, gloo_group=gloo_group, timer=PhaseTimer(), look_seconds=0.05, **stop
         ) as source:
             fleet = source.connect(lambda message: None)
             assert fleet is not None
@@ -135,8 +131,7 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_for_a_slow_server_loses_and_
     preemption = Preemption()
     with start(preemption=preemption) as run:
         run.step()
-        while run.source.ledger_counts()["in_flight"]:
-            time.sleep(0.005)
+        run.until_idle()
         server.generation_seconds = lambda _: 60.0  # what is issued from now on, the last batch, does not come
         for _ in range(STALENESS + 1):
             run.step()
@@ -151,14 +146,11 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_for_a_slow_server_loses_and_
         assert run.step() == expected[-1] and run.source.ledger_counts()["consumed"] == STEPS * PROMPTS
 
 
-def test_a_batch_that_is_complete_stays_in_the_state_when_the_run_is_asked_to_stop(
-    start: Start,
-) -> None:
+def test_a_batch_that_is_complete_stays_in_the_state_when_the_run_is_asked_to_stop(start: Start) -> None:
     preemption = Preemption()
     with start(preemption=preemption) as run:
         run.step()
-        while run.source.ledger_counts()["in_flight"]:
-            time.sleep(0.005)
+        run.until_idle()
         before = run.take_state()
         preemption.requested_by = signal.SIGUSR1
         assert run.source.next_batch() == []

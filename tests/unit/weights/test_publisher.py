@@ -174,7 +174,7 @@ def test_a_host_that_cannot_be_resolved_is_a_publish_error() -> None:
             return lambda *_, **__: None
 
         urls = ("http://no-such-host.invalid:1",)
-        group_world_size, membership = 2, 0
+        group_world_size, revision = 2, 0
 
         def recover(self, version: int) -> str:
             return "failed"

@@ -1,7 +1,8 @@
-"""A rank's part of a save: copied before training goes on, and written without the other ranks."""
+"""A rank's part of a save, written without the other ranks, and what Transformer Engine asks for before a load."""
 
 import functools
 import io
+import os
 import queue
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,29 @@ def test_a_rank_for_which_others_write_has_no_files() -> None:
     save.write()
     save.finish()
     assert save.file_names == [] and finished == ["collective"]
+
+
+PICKLES = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+
+
+@pytest.mark.parametrize("before", [None, "0", "1"])
+def test_pickled_scales_are_allowed_while_a_checkpoint_is_loaded_and_not_afterwards(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu.install()
+    from megatron_a3po.actor.megatron_state import _pickled_extra_state
+
+    monkeypatch.delenv(PICKLES, raising=False)
+    if before is not None:
+        monkeypatch.setenv(PICKLES, before)
+    seen = []
+
+    def load() -> None:
+        with _pickled_extra_state():
+            seen.append(os.getenv(PICKLES, "0"))
+            raise RuntimeError("damaged")
+
+    with pytest.raises(RuntimeError, match="damaged"):
+        load()
+    assert seen == ["1"]
+    assert os.environ.get(PICKLES) == before
