@@ -1,6 +1,5 @@
 """What a run says before it starts: the facts of its layout, model, precision, memory and kernels."""
 
-import math
 import re
 from typing import Any
 
@@ -95,12 +94,6 @@ def test_experts_and_interleaved_chunks_are_part_of_the_layout_and_do_not_divide
     assert "3 interleaved chunks" in line(text, "layout") and "among 8 ranks" in line(text, "layout")
     plain = line(summary(GLM, 4), "layout")
     assert "chunks" not in plain and "experts" not in plain
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "context"), [(1, 1, 1), (8, 1, 1), (2, 4, 2), (4, 2, 1)])
-def test_the_product_of_the_axes_is_the_number_of_ranks(tensor: int, pipeline: int, context: int) -> None:
-    parallel = f"parallel={{tensor: {tensor}, pipeline: {pipeline}, context: {context}}}"
-    assert math.prod(int(axis[2:]) for axis in layout(summary(QWEN3_8B, 64, parallel))) == 64
 
 
 def test_communication_says_what_overlaps_with_what() -> None:

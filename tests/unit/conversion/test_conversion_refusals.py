@@ -1,17 +1,20 @@
-"""Conversions that are interrupted go on, and what is damaged or does not fit is refused with a remedy."""
+"""Conversions that are interrupted go on; what is damaged, or does not fit its model, disk or memory is refused."""
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_a3po.errors import A3poError, CheckpointError, ConfigError
+from megatron_a3po.preflight.load import load_architecture
 from tests.distributed.conversion_cases import differing_tensors
 from tests.unit.conversion.conftest import Converter, change_config
 
@@ -183,3 +186,29 @@ def test_a_checkpoint_without_its_models_files_asks_for_them(model: Path, megatr
     assert find_source(weights, None) == MegatronSource(weights=weights, model=model)
     with pytest.raises(ConfigError, match="no Megatron weights"):
         find_source(model, None)
+
+
+@pytest.fixture
+def _own_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The comparison of logits is a program of its own, which changes its environment and its log."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_own_program")
+def test_logits_are_not_compared_where_gpu_or_host_has_no_room_for_the_model_in_float32(
+    model: Path, converter: Converter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_a3po.conversion import logits, verify
+
+    four_bytes_each = (4 * load_architecture(model).num_parameters, 80 << 30)
+    monkeypatch.setattr(logits, "choose_modules", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: four_bytes_each)
+    assert logits.main(model, model) == 0
+    assert capsys.readouterr().out.startswith("logits not compared: a model in float32 needs 0.0 GiB of GPU memory")
+
+    nothing_free = psutil.virtual_memory()._replace(available=1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: nothing_free)
+    told = verify._compare_logits(model, model)
+    assert told.startswith("logits not compared: a model in float32 needs 0.0 GiB of memory")

@@ -8,7 +8,6 @@ from megatron_a3po.errors import DataError
 from megatron_a3po.prompts.encoder import PromptEncoder
 from megatron_a3po.prompts.prompts import PromptSet
 from megatron_a3po.prompts.tasks import _select, load_task
-from megatron_a3po.rewards.scorers import TaskSpec, task_scorer
 from tests.unit.prompts.conftest import ByteTokenizer
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
@@ -30,14 +29,10 @@ def questions(prompts: PromptSet, indices: range) -> list[str]:
     return [bytes(prompts.training_prompt(i).token_ids).decode() for i in indices]
 
 
-def test_the_question_is_encoded_unchanged_and_only_what_the_tasks_own_scorer_finds_perfect_is_right() -> None:
-    score, ovated = task_scorer(TaskSpec(name="spell_backward", options={})), load().held_out[0]
-
-    assert ovated.prompt_id == "spell_backward/7/0" and ovated.answer == "detavo"
+def test_the_question_is_encoded_unchanged() -> None:
+    ovated = load().held_out[0]
+    assert (ovated.prompt_id, ovated.answer) == ("spell_backward/7/0", "detavo")
     assert bytes(ovated.token_ids).decode() == ovated.question == INSTRUCTION + "ovated"
-    assert score("detavo", ovated.row) == 1.0
-    # Six letters of seven are right, one sixth each, which sums to 0.9999999999999999: right in float32.
-    assert score("detavox", ovated.row) == 0.0
 
 
 def test_prompts_that_are_too_long_are_left_out_and_a_foreign_tokenizer_is_refused() -> None:
@@ -99,13 +94,6 @@ def test_a_question_that_differs_only_in_case_is_a_duplicate_and_the_first_one_s
     entries = [{"question": question} for question in ("Anna", "otto", "anna", "OTTO", "otto", "eve")]
 
     assert list(_select(enumerate(entries), None)) == [0, 1, 5]
-
-
-def test_duplicates_of_a_real_task_are_dropped() -> None:
-    prompts = load(size=20000, num_held_out=512)
-
-    assert (len(prompts), len(prompts.held_out)) == (9706, 512)
-    assert len(set(questions(prompts, range(len(prompts))))) == 9706
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_a_server_that_gives_no_rewards_is_a_failure_with_its_words(
 def test_a_task_rewards_exactly_what_it_finds_perfect() -> None:
     scorer = make_scorer(ScorerSpec(scorer="task", task=TaskSpec(name="spell_backward", options={})))
     entry = {"question": "...: ovated", "answer": "detavo", "metadata": {}}
+    # Six letters of "detavox" are right, one sixth each, which sums to 0.9999999999999999: right in float32.
 
     scores = scorer([sample("detavo", row=entry), sample("detavox", row=entry), sample("", row=entry)])
 
