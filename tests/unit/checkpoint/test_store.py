@@ -284,11 +284,13 @@ def test_what_one_rank_cannot_read_stops_all_whatever_the_others_found() -> None
 def test_every_damaged_byte_of_a_manifest_is_noticed(store: CheckpointStore) -> None:
     folder = save(store, 20)
     content = (folder / "manifest.json").read_bytes()
-    for position, byte in enumerate(content):
-        flipped = bytes([byte ^ (1 << position % 8)])
-        (folder / "manifest.json").write_bytes(content[:position] + flipped + content[position + 1 :])
-        with pytest.raises(CheckpointError):
-            read_manifest(folder)
+    with (folder / "manifest.json").open("r+b", buffering=0) as file:
+        for position, byte in enumerate(content):
+            os.pwrite(file.fileno(), bytes([byte ^ (1 << position % 8)]), position)
+            with pytest.raises(CheckpointError):
+                read_manifest(folder)
+            os.pwrite(file.fileno(), bytes([byte]), position)
+    assert read_manifest(folder).step == 20
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"null", b'{"format": true}', b'{"format": "1"}'])
