@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 PUBLISH_SECONDS = scaled(90.0)
 IN_PLACE = ("--disable-radix-cache", "--disable-overlap-schedule")
-TEMPERATURE, LENGTH, NUM_LONG = 4.0, 220, 20
+TEMPERATURE, LENGTH, NUM_LONG = 4.0, 220, 12
 """Hot, so that responses rarely end before they are long."""
 
 
