@@ -2,15 +2,16 @@
 
 import json
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from megatron_a3po.serving.launcher import KeptServer, check_host, keep_running,
 from megatron_a3po.serving.local_server import LocalServer
 from megatron_a3po.serving.registry import Registration, read_registrations
 from tests.support.paths import ROOT
+from tests.support.receiver import FORKED
 from tests.unit.serving.test_local_server import is_running, wait_until
 
 KEY = "5ec2e7-of-this-run"
@@ -45,6 +47,13 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+def config_of(run_dir: Path, **rollout: Any) -> RunConfig:
+    data = DataConfig(task="spell_backward")
+    return RunConfig(
+        model=Path("models/x"), run_dir=run_dir, num_steps=1, data=data, rollout=RolloutConfig.model_validate(rollout)
+    )
+
+
 class Launch:
     """One kept server in this process, looked at when a test says so."""
 
@@ -57,17 +66,11 @@ class Launch:
         asks: bool = True,
         start_timeout_seconds: float = 30.0,
     ) -> None:
+        tmp_path.mkdir(exist_ok=True)
         self.said: list[str] = []
         self.log = tmp_path / "server.log"
         self.servers: list[LocalServer] = []
-        rollout = RolloutConfig(servers="registered", start_timeout_seconds=start_timeout_seconds)
-        config = RunConfig(
-            model=Path("models/x"),
-            run_dir=tmp_path / "run",
-            num_steps=1,
-            data=DataConfig(task="spell_backward"),
-            rollout=rollout,
-        )
+        config = config_of(tmp_path / "run", servers="registered", start_timeout_seconds=start_timeout_seconds)
 
         def make(port: int | None) -> LocalServer:
             server = LocalServer(
@@ -150,26 +153,25 @@ def test_where_its_address_is_taken_it_gets_another_one(tmp_path: Path) -> None:
     assert launch.registered == []
 
 
-def test_a_server_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, program="raise SystemExit(3)")
-
-    assert keep_running([launch.kept], threading.Event()) is False
-    assert len(launch.servers) == 1 + launcher.MAX_RESTARTS
-    assert f"ended with exit code 3; its log is {launch.log}; it is given up after 3 restarts" in launch.said[-1]
-
-
-def test_one_that_is_given_up_leaves_the_others_alone(tmp_path: Path) -> None:
-    bad, good = Launch(tmp_path, program="raise SystemExit(3)"), Launch(tmp_path)
+def test_a_server_that_ends_again_and_again_is_given_up_and_leaves_the_others_alone(tmp_path: Path) -> None:
+    alone, bad = (Launch(tmp_path / name, program="raise SystemExit(3)") for name in ("alone", "bad"))
+    good = Launch(tmp_path / "good")
     stop = threading.Event()
 
     def end_when_given_up() -> None:
-        while not (bad.kept.is_given_up and good.registered):
-            time.sleep(0.02)
+        wait_until(lambda: bad.kept.is_given_up and bool(good.registered))
         stop.set()
 
-    threading.Thread(target=end_when_given_up, daemon=True).start()
-    assert keep_running([bad.kept, good.kept], stop) is True
+    with ThreadPoolExecutor() as pool:
+        pool.submit(end_when_given_up)
+        lonely = pool.submit(keep_running, [alone.kept], threading.Event())
+        assert keep_running([bad.kept, good.kept], stop) is True
+        assert lonely.result() is False
     assert len(good.servers) == 1
+    for launch in (alone, bad):
+        assert len(launch.servers) == 1 + launcher.MAX_RESTARTS
+        told = f"ended with exit code 3; its log is {launch.log}; it is given up after 3 restarts"
+        assert told in launch.said[-1]
 
 
 def test_restarts_long_ago_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,31 +202,29 @@ def test_a_server_that_answers_without_the_key_is_ended_and_never_registered(tmp
     assert not is_running(launch.servers[0].process_id)
 
 
-# The program as a user starts it, with the stand-in for SGLang.
-PROGRAM = """
-import runpy, sys
-from megatron_a3po.serving.local_server import LocalServer
-
-LocalServer.__init__.__kwdefaults__["make_command"] = lambda server: [
-    sys.executable, "-c", {server!r}, str(server.port), "True"
-]
-sys.argv = ["launch_rollout_servers.py", *{arguments!r}]
-sys.path.insert(0, {root!r})
-runpy.run_path({root!r} + "/tools/launch_rollout_servers.py", run_name="__main__")
-"""
+def launch(arguments: list[str], output: Path) -> None:
+    """The program as a user starts it, with the stand-in for SGLang."""
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["A3PO_SERVER_KEY"] = KEY
+    defaults: Any = LocalServer.__init__.__kwdefaults__
+    defaults["make_command"] = lambda server: [sys.executable, "-c", SERVER, str(server.port), "True"]
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
-def command(tmp_path: Path, *arguments: str) -> list[str]:
-    values = {"rollout.servers": "registered", "run_dir": tmp_path / "run", "model": model_folder(tmp_path)}
+def command(folder: Path, *arguments: str) -> list[str]:
+    values = {"rollout.servers": "registered", "run_dir": folder / "run", "model": model_folder(folder)}
     overrides = [f"{name}={value}" for name, value in values.items()]
-    all_arguments = ["--config", str(ROOT / "configs" / "tiny_cpu.yaml"), *arguments[:2], *overrides, *arguments[2:]]
-    return [sys.executable, "-c", PROGRAM.format(server=SERVER, arguments=all_arguments, root=str(ROOT))]
+    program = [str(ROOT / "tools" / "launch_rollout_servers.py"), "--config", str(ROOT / "configs" / "tiny_cpu.yaml")]
+    return [*program, *arguments[:2], *overrides, *arguments[2:]]
 
 
 def model_folder(tmp_path: Path) -> Path:
     """As much of a model as is looked at before servers start."""
     folder = tmp_path / "model"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 24}
     sizes |= {"num_hidden_layers": 4, "max_position_embeddings": 100, "vocab_size": 259}
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **sizes}))
@@ -235,41 +235,43 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def launched(tmp_path: Path, number: int) -> Iterator[tuple["subprocess.Popen[bytes]", list[Registration]]]:
-    output = tmp_path / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command(tmp_path, "--number", str(number)),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"A3PO_SERVER_KEY": KEY},
-        )
+def launched(folder: Path, number: int) -> Iterator[tuple[Any, list[Registration]]]:
+    """The launcher's process, and its servers when they are ready."""
+    arguments, output = command(folder, "--number", str(number)), folder / "output"
+    output.write_text("")
+    process = FORKED.Process(target=launch, args=(arguments, output))
+    process.start()
     try:
 
         def all_ready() -> bool:
-            assert process.poll() is None, output.read_text()
+            assert process.is_alive(), output.read_text()
             return output.read_text().count(" is ready: ") == number
 
-        wait_until(all_ready, timeout_seconds=60.0)
-        yield process, read_registrations(tmp_path / "run" / "servers")
+        wait_until(all_ready)
+        yield process, read_registrations(folder / "run" / "servers")
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_ends_all_servers_and_takes_their_registrations_back(tmp_path: Path, number: signal.Signals) -> None:
-    with launched(tmp_path, 2) as (process, registrations):
-        process.send_signal(number)
-        assert process.wait(timeout=60.0) == 0
-
-    assert read_registrations(tmp_path / "run" / "servers") == []
+def end_by_signal(folder: Path, number: signal.Signals) -> None:
+    with launched(folder, 2) as (process, registrations):
+        os.kill(process.pid, number)
+        process.join(60.0)
+        assert process.exitcode == 0
+    assert read_registrations(folder / "run" / "servers") == []
     assert not any(is_running(item.process_id) for item in registrations)
-    said = (tmp_path / "output").read_text()
+    said = (folder / "output").read_text()
     assert all(f"the rollout server at {item.url} is ready" in said for item in registrations)
-    logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
+    logs = {path.name for path in (folder / "run" / "logs").iterdir()}
     assert logs == {f"rollout_server_127.0.0.1_{item.url.rsplit(':')[-1]}.log" for item in registrations}
     assert KEY not in said
+
+
+def test_a_signal_ends_all_servers_and_takes_their_registrations_back(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        list(pool.map(end_by_signal, [tmp_path / number.name for number in numbers], numbers))
 
 
 def test_servers_die_with_a_launcher_that_is_killed_and_the_next_one_takes_their_registrations_back(
@@ -277,7 +279,6 @@ def test_servers_die_with_a_launcher_that_is_killed_and_the_next_one_takes_their
 ) -> None:
     with launched(tmp_path, 1) as (process, (before,)):
         process.kill()
-        process.wait()
         wait_until(lambda: not is_running(before.process_id))
     assert read_registrations(tmp_path / "run" / "servers") == [before]
 
@@ -292,55 +293,52 @@ def test_servers_die_with_a_launcher_that_is_killed_and_the_next_one_takes_their
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: give the one address of this machine"),
         (["--gpus", "0,1"], "--gpus: `device: cpu` starts servers on the CPU; give --number"),
-        (["--number", "1", "rollout.servers=local"], "rollout.servers = 'local': the run would not look for these"),
+        (["--number", "1", "rollout.servers=local"], "rollout.servers = 'local'"),
         (["--number", "1", "rollout.server_arguments=[--api-key, x]"], "set `rollout.key_file` or A3PO_SERVER_KEY"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = subprocess.run(command(tmp_path, *arguments), capture_output=True, text=True, timeout=60.0)
-
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_are_told_before_anything_starts(
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", command(tmp_path, *arguments))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_an_address_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_others_reach_needs_a_key_and_must_be_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
+        check_host("192.0.2.1", KEY)
+
     def resolve(host: str, *_: object) -> list[tuple[object, ...]]:
         addresses = {"node7": "10.0.0.7", "debian": "127.0.1.1", "localhost": "127.0.0.1"}
         return [(socket.AF_INET, 0, 0, "", (addresses.get(host, host), 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(socket, "create_server", lambda address: nullcontext())
-
     for host in ("127.0.0.1", "127.0.1.1", "localhost"):
         check_host(host, None)
     for host in ("10.0.0.7", "node7"):
         check_host(host, KEY)
-        with pytest.raises(ConfigError, match=r"without a key, everybody.*openssl rand -hex 32.*A3PO_SERVER_KEY"):
+        with pytest.raises(ConfigError, match=r"openssl rand -hex 32.*A3PO_SERVER_KEY"):
             check_host(host, None)
     with pytest.raises(ConfigError, match="give the one address"):
         check_host("0.0.0.0", KEY)
-    with pytest.raises(ConfigError, match=r"--host debian: is 127.0.1.1 on this machine, which no other one reaches"):
+    with pytest.raises(ConfigError, match=r"--host debian: is 127\.0\.1\.1"):
         check_host("debian", KEY)
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1: no IPv4 address or name of this machine"):
-        check_host("192.0.2.1", KEY)
 
 
 def test_servers_say_where_their_model_lies_wherever_they_are_asked_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = RunConfig(
-        model=Path("models/x"),
-        run_dir=Path("run"),
-        num_steps=1,
-        data=DataConfig(task="spell_backward"),
-        rollout=RolloutConfig(max_new_tokens=8),
-    )
-    server = server_maker(config, gpus=None, host="127.0.0.1", key=None)(None)
+    server = server_maker(config_of(Path("run")), gpus=None, host="127.0.0.1", key=None)(None)
     assert server.model == tmp_path / "models" / "x"
 
 

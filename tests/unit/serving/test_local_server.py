@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -52,89 +53,46 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-def test_the_end_of_the_block_ends_all_processes_at_once_also_those_that_ignore_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_end_of_the_block_ends_all_processes_at_once_also_those_that_ignore_sigterm_or_outlive_a_killed_server(
+    tmp_path: Path, is_killed: bool
+) -> None:
     ids_file = tmp_path / "ids"
-    with make_server(tmp_path, STUBBORN, str(ids_file)):
+    server = make_server(tmp_path, STUBBORN, str(ids_file))
+    assert server.describe_death() is None
+    with server:
         wait_until(lambda: len(written_ids(ids_file)) == 2)
         ids = written_ids(ids_file)
-        assert all(is_running(id) for id in ids)
+        assert all(is_running(id) for id in ids) and server.describe_death() is None
+        assert os.getpgid(server.process_id) == server.process_id != os.getpgrp(), "Ctrl-C does not reach it"
+        if is_killed:
+            os.kill(server.process_id, signal.SIGKILL)
+            wait_until(lambda: server.describe_death() is not None)
         start = time.monotonic()
-
     assert time.monotonic() - start < 8.0, "less than what it waits for processes that do not end"
     assert not any(is_running(id) for id in ids)
-
-
-def test_processes_that_outlive_a_killed_server_are_ended_too(tmp_path: Path) -> None:
-    ids_file = tmp_path / "ids"
-    with make_server(tmp_path, STUBBORN, str(ids_file)) as server:
-        wait_until(lambda: len(written_ids(ids_file)) == 2)
-        ids = written_ids(ids_file)
-        os.kill(server.process_id, signal.SIGKILL)
-        wait_until(lambda: server.describe_death() is not None)
-
-    assert not any(is_running(id) for id in ids)
-
-
-def test_the_end_of_the_block_is_quiet_when_the_server_has_ended_by_itself(tmp_path: Path) -> None:
-    with make_server(tmp_path, "pass") as server:
-        wait_until(lambda: server.describe_death() is not None)
 
 
 def test_an_exception_in_the_block_ends_the_server_and_passes_through(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine"), make_server(tmp_path, "import time; time.sleep(60)") as server:
         raise KeyError("mine")
-
     assert not is_running(server.process_id)
 
 
-def test_the_death_of_a_server_is_described_by_exit_code_with_its_log(tmp_path: Path) -> None:
-    with make_server(tmp_path, "print('no memory', flush=True); raise SystemExit(3)") as server:
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+    ],
+)
+def test_the_death_of_a_server_is_described_with_its_log(tmp_path: Path, end: str, words: str) -> None:
+    with make_server(tmp_path, f"import os; print('no memory', flush=True); {end}") as server:
         wait_until(lambda: server.describe_death() is not None)
-
-        assert server.describe_death() == (
-            f"the rollout server (process {server.process_id}) ended with exit code 3; its log is {server.log_file}"
-        )
+        told = f"the rollout server (process {server.process_id}) {words}; its log is {server.log_file}"
+        assert server.describe_death() == told
     assert "no memory" in server.log_file.read_text()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_death_of_a_server_is_described_by_signal(tmp_path: Path, number: signal.Signals) -> None:
-    with make_server(tmp_path, "import time; time.sleep(60)") as server:
-        assert server.describe_death() is None
-        os.kill(server.process_id, number)
-        wait_until(lambda: server.describe_death() is not None)
-
-        assert f"was killed by {number.name};" in str(server.describe_death())
-
-
-def test_a_server_that_was_not_started_is_not_dead(tmp_path: Path) -> None:
-    assert make_server(tmp_path, "pass").describe_death() is None
-
-
-def test_a_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    id_file = tmp_path / "id"
-    run = textwrap.dedent(f"""
-        import sys, time
-        from pathlib import Path
-        from megatron_a3po.serving.local_server import LocalServer
-
-        def command(server):
-            return [sys.executable, "-c", "import time; time.sleep(60)"]
-
-        with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r}), make_command=command) as server:
-            Path({str(id_file)!r}).write_text(str(server.process_id))
-            time.sleep(60)
-    """)
-    process = subprocess.Popen([sys.executable, "-c", run], env=os.environ | {"PYTHONPATH": str(ROOT)})
-    try:
-        wait_until(lambda: bool(written_ids(id_file)), timeout_seconds=20.0)
-        (server_id,) = written_ids(id_file)
-        assert is_running(server_id)
-    finally:
-        process.kill()
-        process.wait()
-
-    wait_until(lambda: not is_running(server_id), timeout_seconds=20.0)
 
 
 # An SGLang whose import starts a process that does not end with its parent; both write their process ids down.
@@ -147,48 +105,59 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("killed", ["the run", "the server"])
-def test_processes_of_a_server_that_is_still_importing_end_with_it(tmp_path: Path, killed: str) -> None:
-    ids_file = tmp_path / "ids"
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text(SLOW_IMPORT.format(ids=str(ids_file)))
-    run = textwrap.dedent(f"""
-        import time
-        from pathlib import Path
-        from megatron_a3po.serving.local_server import LocalServer
+RUN = """
+import time
+from pathlib import Path
+from megatron_a3po.serving.local_server import LocalServer
 
-        with LocalServer(Path("model"), Path({str(tmp_path / "server.log")!r})) as server:
-            Path({str(tmp_path / "id")!r}).write_text(str(server.process_id))
-            time.sleep(60)
-    """)
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    process = subprocess.Popen([sys.executable, "-c", run], env=environment)
+with LocalServer(Path("model"), Path({folder!r}, "server.log")) as server:
+    Path({folder!r}, "id").write_text(str(server.process_id))
+    time.sleep(60)
+"""
+
+
+def end_while_it_imports(folder: Path, *, by_its_run: bool) -> None:
+    (folder / "sglang").mkdir(parents=True)
+    (folder / "sglang" / "__init__.py").write_text(SLOW_IMPORT.format(ids=str(folder / "ids")))
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    process = subprocess.Popen([sys.executable, "-c", RUN.format(folder=str(folder))], env=environment)
     try:
-        wait_until(lambda: len(written_ids(ids_file)) == 2, timeout_seconds=30.0)
-        (server_id,) = written_ids(tmp_path / "id")
+        wait_until(lambda: len(written_ids(folder / "ids")) == 2)
+        (server_id,) = written_ids(folder / "id")
         ids = [member.pid for member in group_members(server_id)]
-        assert {server_id, *written_ids(ids_file)} < set(ids), "the server, its process, and the watchdog of both"
-        os.kill(process.pid if killed == "the run" else server_id, signal.SIGKILL)
-        wait_until(lambda: not any(is_running(id) for id in ids), timeout_seconds=20.0)
+        assert {server_id, *written_ids(folder / "ids")} < set(ids), "the server, its process, and the watchdog of both"
+        os.kill(process.pid if by_its_run else server_id, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(id) for id in ids))
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_watchdog_ends_also_those_that_ignore_sigterm_and_is_ended_by_nothing_less(tmp_path: Path) -> None:
+def end_those_that_ignore_sigterm(folder: Path) -> None:
+    """The watchdog ends them, and is ended by nothing less."""
+    folder.mkdir()
     program = f"from megatron_a3po.runtime.processes import start_watchdog; start_watchdog(){STUBBORN}"
-    with make_server(tmp_path, program, str(tmp_path / "ids")) as server:
-        wait_until(lambda: len(written_ids(tmp_path / "ids")) == 2)
+    with make_server(folder, program, str(folder / "ids")) as server:
+        wait_until(lambda: len(written_ids(folder / "ids")) == 2)
         ids = [member.pid for member in group_members(server.process_id)]
         os.killpg(server.process_id, signal.SIGTERM)
         assert len(ids) == 3 and all(is_running(id) for id in ids)
         os.kill(server.process_id, signal.SIGKILL)
-        wait_until(lambda: not any(is_running(id) for id in ids), timeout_seconds=20.0)
+        wait_until(lambda: not any(is_running(id) for id in ids))
 
 
-def test_ctrl_c_in_the_terminal_does_not_reach_the_server(tmp_path: Path) -> None:
-    with make_server(tmp_path, "import time; time.sleep(60)") as server:
-        assert os.getpgid(server.process_id) == server.process_id != os.getpgrp()
+def test_processes_of_a_server_end_with_it_and_with_the_run_while_it_imports_and_when_they_ignore_sigterm(
+    tmp_path: Path,
+) -> None:
+    """At one time, since most of it is waiting."""
+    with ThreadPoolExecutor() as pool:
+        ends = [
+            pool.submit(end_while_it_imports, tmp_path / "run", by_its_run=True),
+            pool.submit(end_while_it_imports, tmp_path / "server", by_its_run=False),
+            pool.submit(end_those_that_ignore_sigterm, tmp_path / "stubborn"),
+        ]
+        for end in ends:
+            end.result()
 
 
 def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path: Path) -> None:
@@ -210,9 +179,7 @@ def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path
                 time.sleep(0.02)
     """)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-
     subprocess.run([sys.executable, "-c", run], env=environment, timeout=20.0, check=True)
-
     assert not any(is_running(id) for id in written_ids(tmp_path / "ids"))
 
 
@@ -265,6 +232,16 @@ def test_on_the_cpu_a_server_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert command[command.index("--device") + 1] == "cpu"
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["SGLANG_USE_CPU_ENGINE"]) == ("", "1")
+
+
+@pytest.mark.parametrize("gpus", [None, ["4", "5"]])
+def test_what_makes_logprobs_others_or_is_for_ranks_is_not_passed_on(
+    gpus: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PASSED_ON"}
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert names & start_of(tmp_path, gpus)[1].keys() == {"PASSED_ON"}
 
 
 def test_the_key_is_in_the_environment_of_a_server_that_asks_for_it_and_on_no_command_line(

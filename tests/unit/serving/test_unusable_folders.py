@@ -49,7 +49,7 @@ def test_a_server_that_cannot_be_registered_goes_on_and_is_registered_later(tmp_
     launch = Launch(tmp_path)
     block(launch.folder)
     with launch.kept:
-        look_until_told(launch, "could not be registered, and every 0.5 s it is tried again: [Errno 17] File exists")
+        look_until_told(launch, "could not be registered")
         free(launch.folder)
         assert launch.look_until_registered().process_id == launch.servers[0].process_id
     assert len(launch.servers) == 1 and launch.registered == []
@@ -94,13 +94,6 @@ def test_servers_end_also_where_their_registrations_cannot_be_taken_back(tmp_pat
     assert "could not be taken back" in launch.said[-1]
 
 
-def two_launches(tmp_path: Path) -> tuple[Launch, Launch]:
-    launches = Launch(tmp_path / "bad"), Launch(tmp_path / "good")
-    for launch in launches:
-        launch.log.parent.mkdir()
-    return launches
-
-
 def lose_log(launch: Launch) -> None:
     """The next start fails."""
     launch.log.rename(launch.log.with_name("before.log"))
@@ -108,10 +101,9 @@ def lose_log(launch: Launch) -> None:
 
 
 def test_a_server_that_cannot_be_started_at_first_ends_the_launcher_with_the_reason(tmp_path: Path) -> None:
-    bad, good = two_launches(tmp_path)
+    bad, good = Launch(tmp_path / "bad"), Launch(tmp_path / "good")
     bad.log.mkdir()
-    message = rf"^a rollout server could not be started: \[Errno 21\] Is a directory: '{bad.log}'$"
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises(RolloutError, match=rf"Is a directory: '{bad.log}'"):
         keep_running([good.kept, bad.kept], threading.Event())
     assert not is_running(good.servers[0].process_id)
 
@@ -119,7 +111,7 @@ def test_a_server_that_cannot_be_started_at_first_ends_the_launcher_with_the_rea
 def test_a_server_that_cannot_be_started_again_for_long_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, _ = two_launches(tmp_path)
+    bad = Launch(tmp_path)
     with bad.kept:
         lose_log(bad)
         bad.kill()
@@ -132,11 +124,11 @@ def test_a_server_that_cannot_be_started_again_for_long_is_given_up(
         bad.log.rmdir()
         bad.kept.look()
     assert len(bad.servers) == 4
-    assert bad.said[-1] == "a rollout server could not be started for 0 s; it is given up"
+    assert "could not be started for 0 s; it is given up" in bad.said[-1]
 
 
 def test_a_server_whose_log_cannot_be_opened_is_started_again_later_and_others_go_on(tmp_path: Path) -> None:
-    bad, good = two_launches(tmp_path)
+    bad, good = Launch(tmp_path / "bad"), Launch(tmp_path / "good")
     stop = threading.Event()
 
     def repair() -> None:
@@ -155,9 +147,8 @@ def test_a_server_whose_log_cannot_be_opened_is_started_again_later_and_others_g
     assert keep_running([bad.kept, good.kept], stop) is True
     thread.join(10.0)
     assert len(good.servers) == 1
-    message = "a rollout server could not be started, and every 0.5 s it is tried again"
-    reason = f"[Errno 21] Is a directory: '{bad.log}'"
-    assert [text for text in bad.said if "could not" in text] == [f"{message}: {reason}"]
+    (told,) = (text for text in bad.said if "could not be started" in text)
+    assert f"Is a directory: '{bad.log}'" in told
     assert "is ready" in bad.said[-1]
 
 
