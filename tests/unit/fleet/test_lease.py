@@ -66,9 +66,7 @@ def stand_still(pool: ServerPool, *servers: ScriptedServer) -> None:
         scripted.sessions.clear()
 
 
-async def test_a_second_run_is_refused_with_server_run_and_remedy_and_changes_nothing_there_until_the_first_ends(
-    pair: Pair,
-) -> None:
+async def test_a_second_run_is_refused_with_the_remedy_and_changes_nothing_until_the_first_ends(pair: Pair) -> None:
     first = await start(pair)
     publish(first, pair.first, 17)
     before = len(pair.first.calls)
@@ -112,7 +110,7 @@ async def test_of_runs_that_start_at_one_time_one_gets_the_server(pair: Pair) ->
     assert all(isinstance(item, ServerPool | RolloutError) for item in started)
 
 
-async def test_a_run_that_stood_still_for_longer_than_a_lease_does_not_take_its_server_back_from_another(
+async def test_a_run_that_stood_still_longer_than_a_lease_does_not_take_its_server_back_from_another(
     pair: Pair,
 ) -> None:
     first = await start(pair)
@@ -248,7 +246,7 @@ async def test_before_a_publication_a_server_whose_scheduler_is_busy_has_the_tim
     pair.first.scheduler_is_free.set()
 
 
-async def test_a_call_that_failed_after_it_was_given_up_leaves_no_trace_in_the_log(
+async def test_a_failed_call_that_was_given_up_leaves_no_trace_in_the_log(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair.first.scheduler_is_free.clear()

@@ -85,9 +85,7 @@ async def test_only_the_aborted_responses_of_a_group_go_on(pool: ServerPool, ser
     assert [(own["n"], own["max_new_tokens"]) for own in body["sampling_params"]] == [(1, 3)]
 
 
-async def test_a_response_that_was_aborted_at_its_last_or_its_end_token_is_whole(
-    pool: ServerPool, server: ScriptedServer
-) -> None:
+async def test_a_response_aborted_at_its_last_or_end_token_is_whole(pool: ServerPool, server: ScriptedServer) -> None:
     full = response(num_tokens=LENGTH, versions=["0"], finish_reason="abort", seed=40)
     cut = response(num_tokens=5, versions=["0"], finish_reason="abort", seed=11)
     ended = response(num_tokens=4, versions=["0"], finish_reason="abort", seed=30)

@@ -57,9 +57,7 @@ async def test_a_lost_connection_is_tried_again_and_is_an_error_when_it_is_lost_
         await pool.generate(REQUEST)
 
 
-async def test_a_lost_connection_is_tried_again_on_another_server_though_the_dead_one_is_the_least_busy(
-    pair: Pair,
-) -> None:
+async def test_a_lost_connection_is_tried_again_on_another_server_though_the_dead_one_is_least_busy(pair: Pair) -> None:
     pair.first.script("/generate", close_connection)
     pair.second.generation_seconds = lambda _: 0.2
     await sample(pair.connect(), 6)
@@ -80,9 +78,7 @@ NO_RESPONSE: dict[str, tuple[Action, str]] = {
 
 
 @pytest.mark.parametrize("case", NO_RESPONSE)
-async def test_what_is_no_response_is_an_error_that_names_the_server_and_is_not_tried_again(
-    case: str, pair: Pair
-) -> None:
+async def test_what_is_no_response_is_an_error_that_names_the_server_and_not_tried_again(case: str, pair: Pair) -> None:
     action, words = NO_RESPONSE[case]
     pool = pair.connect(pair.first.url, timeout_seconds=0.3 if action is hang else 30.0)
     pair.first.script("/generate", action)
@@ -169,9 +165,7 @@ async def test_reset_undoes_in_order_at_a_slow_server_and_minds_no_server_with_n
     assert events == ["ended", "resumed"]
 
 
-async def test_a_request_after_a_long_idle_time_does_not_use_a_connection_that_the_server_is_closing(
-    pair: Pair,
-) -> None:
+async def test_a_request_after_a_long_idle_time_uses_no_connection_that_the_server_is_closing(pair: Pair) -> None:
     assert FleetTimings().keep_alive_seconds < 5.0, "an SGLang server closes idle connections after 5 s"
     pool = pair.connect(pair.first.url, timings=replace(FAST, keep_alive_seconds=0.3))
     client_ports: list[int] = []

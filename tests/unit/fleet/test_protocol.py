@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_a3po.errors import RolloutError
-from megatron_a3po.fleet.protocol import GenerateResponse, MetaInfo, ServerInfo, generate_request, to_trajectory
+from megatron_a3po.fleet.protocol import GenerateResponse, generate_request, to_trajectory
 from megatron_a3po.types import FinishReason, Trajectory
 from tests.support.scripted_server import response
 
@@ -43,13 +43,6 @@ def test_a_good_answer_keeps_ids_logprobs_and_the_servers_version_of_every_token
     assert trajectory.weight_versions.dtype == torch.int64
     assert trajectory.finish_reason is FinishReason.STOP
     assert (trajectory.prompt_id, trajectory.group_id, trajectory.reward) == ("task/0/3", 5, 1.0)
-
-
-def test_an_answer_of_a_request_aborted_while_queued_is_parsed_though_most_keys_are_missing() -> None:
-    meta = MetaInfo.model_validate({"id": "x", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}})
-
-    assert meta.finish_reason.type is FinishReason.ABORT
-    assert meta.output_token_logprobs == [] and meta.weight_versions == []
 
 
 LOGPROBS = GOOD["meta_info"]["output_token_logprobs"]
@@ -97,12 +90,6 @@ def test_an_empty_response_has_no_logprobs_and_no_versions() -> None:
 
     assert trajectory.response_length == 0
     assert trajectory.weight_versions.dtype == torch.int64
-
-
-def test_server_info_is_read_with_defaults_and_without_minding_other_keys() -> None:
-    info = ServerInfo.model_validate({"tp_size": 2, "anything": {"else": 1}})
-
-    assert (info.tp_size, info.enable_priority_scheduling) == (2, False)
 
 
 def test_a_request_asks_for_logprobs_of_the_whole_distribution_and_carries_sampling_settings_and_priority() -> None:

@@ -82,12 +82,8 @@ def test_a_server_that_fails_is_left_out_and_the_next_publication_takes_it_back(
     assert (metrics["servers_healthy"], metrics["servers_quarantined"], metrics["server_resyncs"]) == (2, 0, 1)
     assert first.version == second.version == "2"
     assert run.sampled() == ({first.url, second.url}, {2})
-    assert received(first)[-1] == received(second)[-1], "everything of the last version"
-
-
-def received(server: ScriptedServer) -> list[bytes]:
-    assert server.receiver is not None
-    return server.receiver.buffers
+    last = {server.receiver.buffers[-1] for server in run.servers if server.receiver is not None}
+    assert len(last) == 1, "each received everything of the last version"
 
 
 def test_a_server_that_comes_late_to_a_group_that_another_one_has_refused_goes_on(run: Run) -> None:
@@ -188,7 +184,7 @@ def test_a_server_that_reads_files_flushes_with_them_or_is_asked_again() -> None
         assert run.quarantined == [] and server.bodies("/update_weights_from_disk")[-1]["flush_cache"]
 
 
-def test_of_three_servers_the_one_that_holds_other_weights_is_left_out(
+def test_of_three_servers_the_one_with_other_weights_is_left_out(
     first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
     with start_receiver() as third, running(first_receiver, second_receiver, third, min_servers=1) as run:

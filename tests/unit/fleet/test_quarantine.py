@@ -50,7 +50,7 @@ async def test_nothing_is_asked_of_servers_before_a_version_is_confirmed_there(p
 
 
 @pytest.mark.parametrize("label", ["default", "2", "4", ""])
-async def test_tokens_of_a_version_that_was_not_confirmed_are_sampled_again_elsewhere(
+async def test_tokens_of_an_unconfirmed_version_are_sampled_again_elsewhere(
     pair: Pair, pool: ServerPool, label: str
 ) -> None:
     pair.first.version = label
@@ -70,7 +70,7 @@ async def test_tokens_from_before_and_after_a_publication_are_accepted(pair: Pai
 
 
 @pytest.mark.parametrize("label", ["default", "3"])
-async def test_a_server_that_was_restarted_with_weights_of_its_own_is_not_sampled_from(
+async def test_a_server_restarted_with_weights_of_its_own_is_not_sampled_from(
     pair: Pair, pool: ServerPool, label: str
 ) -> None:
     """Also where it calls them by the version that was confirmed."""
@@ -103,9 +103,7 @@ async def test_requests_of_a_server_that_fails_go_to_the_other(pair: Pair, pool:
     assert len(responses) == 24 and len(pair.second.bodies("/generate")) == 24
 
 
-async def test_with_too_few_servers_every_request_and_the_watch_end_with_all_culprits(
-    pair: Pair, pool: ServerPool
-) -> None:
+async def test_with_too_few_servers_requests_and_the_watch_end_with_all_culprits(pair: Pair, pool: ServerPool) -> None:
     watch = asyncio.create_task(pool.watch())
     pair.first.version = "default"
     await wait_until(lambda: quarantined(pool) == [pair.first.url])

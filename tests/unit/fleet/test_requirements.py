@@ -44,7 +44,7 @@ def test_a_server_that_cannot_work_is_named_with_the_remedy(info: dict[str, Any]
     assert problem is not None and problem.startswith(URL) and remedy in problem
 
 
-def test_the_ends_of_a_response_are_those_of_the_tokenizer_and_of_both_files_of_the_model(
+def test_a_response_ends_as_the_tokenizer_or_a_file_of_the_model_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tokenizer:

@@ -74,9 +74,7 @@ async def test_what_is_not_ready_in_time_is_left_out_with_what_it_lacked(pair: P
         await connect(pair, pair.second.url).wait_ready(scaled(0.2))
 
 
-async def test_a_server_of_another_run_is_left_out_long_before_the_timeout_where_the_others_are_enough(
-    pair: Pair,
-) -> None:
+async def test_a_server_of_another_run_is_left_out_long_before_the_timeout_if_others_are_enough(pair: Pair) -> None:
     other, pool = connect(pair, pair.second.url), connect(pair, min_servers=1)
     async with asyncio.timeout(PROMPT_SECONDS):
         await other.wait_ready(DEADLINE_SECONDS)

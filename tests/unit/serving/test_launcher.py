@@ -125,7 +125,7 @@ def test_a_server_is_registered_while_it_answers_and_gone_at_the_end(tmp_path: P
     assert KEY not in "".join(launch.said) + registration.model_dump_json() + launch.log.read_text()
 
 
-def test_a_server_that_is_killed_is_taken_back_started_at_its_address_and_registered_again(tmp_path: Path) -> None:
+def test_a_killed_server_is_taken_back_started_at_its_address_if_free_and_registered_again(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
     with launch.kept:
         before = launch.look_until_registered()
@@ -133,23 +133,14 @@ def test_a_server_that_is_killed_is_taken_back_started_at_its_address_and_regist
         launch.kept.look()
         assert launch.registered == []
         after = launch.look_until_registered()
-
-    assert after.url == before.url
-    assert after.process_id == launch.servers[1].process_id != before.process_id
-    message = f"the rollout server (process {before.process_id}) was killed by SIGKILL; its log is {launch.log}; it is"
-    assert f"{message} started again" in launch.said
-
-
-def test_where_its_address_is_taken_it_gets_another_one(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)
-    with launch.kept:
-        before = launch.look_until_registered()
         launch.kill()
         with socket.create_server(("127.0.0.1", launch.servers[0].port)):
             launch.kept.look()
-            after = launch.look_until_registered()
-
-    assert after.url == launch.servers[1].url != before.url
+            elsewhere = launch.look_until_registered()
+    assert after.url == before.url and after.process_id == launch.servers[1].process_id != before.process_id
+    assert elsewhere.url == launch.servers[2].url != after.url
+    told = f"the rollout server (process {before.process_id}) was killed by SIGKILL; its log is {launch.log}; it is"
+    assert f"{told} started again" in launch.said
     assert launch.registered == []
 
 
@@ -274,9 +265,7 @@ def test_a_signal_ends_all_servers_and_takes_their_registrations_back(tmp_path: 
         list(pool.map(end_by_signal, [tmp_path / number.name for number in numbers], numbers))
 
 
-def test_servers_die_with_a_launcher_that_is_killed_and_the_next_one_takes_their_registrations_back(
-    tmp_path: Path,
-) -> None:
+def test_servers_die_with_a_killed_launcher_and_the_next_one_takes_their_registrations_back(tmp_path: Path) -> None:
     with launched(tmp_path, 1) as (process, (before,)):
         process.kill()
         wait_until(lambda: not is_running(before.process_id))
@@ -334,9 +323,7 @@ def test_an_address_that_others_reach_needs_a_key_and_must_be_of_this_machine(mo
         check_host("debian", KEY)
 
 
-def test_servers_say_where_their_model_lies_wherever_they_are_asked_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_say_where_their_model_lies_to_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     server = server_maker(config_of(Path("run")), gpus=None, host="127.0.0.1", key=None)(None)
     assert server.model == tmp_path / "models" / "x"

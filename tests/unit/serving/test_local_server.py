@@ -95,16 +95,6 @@ def test_the_death_of_a_server_is_described_with_its_log(tmp_path: Path, end: st
     assert "no memory" in server.log_file.read_text()
 
 
-# An SGLang whose import starts a process that does not end with its parent; both write their process ids down.
-SLOW_IMPORT = """
-import os, sys, time
-os.fork()
-with open({ids!r}, "a") as file:
-    file.write(f"{{os.getpid()}}\\n")
-time.sleep(60)
-"""
-
-
 RUN = """
 import time
 from pathlib import Path
@@ -117,15 +107,18 @@ with LocalServer(Path("model"), Path({folder!r}, "server.log")) as server:
 
 
 def end_while_it_imports(folder: Path, *, by_its_run: bool) -> None:
+    """Its SGLang starts a process at its import that does not end with its parent, and both ignore SIGTERM."""
     (folder / "sglang").mkdir(parents=True)
-    (folder / "sglang" / "__init__.py").write_text(SLOW_IMPORT.format(ids=str(folder / "ids")))
+    (folder / "sglang" / "__init__.py").write_text(STUBBORN.replace("sys.argv[1]", repr(str(folder / "ids"))))
     environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
     process = subprocess.Popen([sys.executable, "-c", RUN.format(folder=str(folder))], env=environment)
     try:
         wait_until(lambda: len(written_ids(folder / "ids")) == 2)
         (server_id,) = written_ids(folder / "id")
         ids = [member.pid for member in group_members(server_id)]
-        assert {server_id, *written_ids(folder / "ids")} < set(ids), "the server, its process, and the watchdog of both"
+        assert {server_id, *written_ids(folder / "ids")} < set(ids) and len(ids) == 3, "a watchdog looks after both"
+        os.killpg(server_id, signal.SIGTERM)
+        assert all(is_running(id) for id in ids), "nothing less than SIGKILL ends the watchdog"
         os.kill(process.pid if by_its_run else server_id, signal.SIGKILL)
         wait_until(lambda: not any(is_running(id) for id in ids))
     finally:
@@ -133,31 +126,11 @@ def end_while_it_imports(folder: Path, *, by_its_run: bool) -> None:
         process.wait()
 
 
-def end_those_that_ignore_sigterm(folder: Path) -> None:
-    """The watchdog ends them, and is ended by nothing less."""
-    folder.mkdir()
-    program = f"from megatron_a3po.runtime.processes import start_watchdog; start_watchdog(){STUBBORN}"
-    with make_server(folder, program, str(folder / "ids")) as server:
-        wait_until(lambda: len(written_ids(folder / "ids")) == 2)
-        ids = [member.pid for member in group_members(server.process_id)]
-        os.killpg(server.process_id, signal.SIGTERM)
-        assert len(ids) == 3 and all(is_running(id) for id in ids)
-        os.kill(server.process_id, signal.SIGKILL)
-        wait_until(lambda: not any(is_running(id) for id in ids))
-
-
-def test_processes_of_a_server_end_with_it_and_with_the_run_while_it_imports_and_when_they_ignore_sigterm(
-    tmp_path: Path,
-) -> None:
-    """At one time, since most of it is waiting."""
-    with ThreadPoolExecutor() as pool:
-        ends = [
-            pool.submit(end_while_it_imports, tmp_path / "run", by_its_run=True),
-            pool.submit(end_while_it_imports, tmp_path / "server", by_its_run=False),
-            pool.submit(end_those_that_ignore_sigterm, tmp_path / "stubborn"),
-        ]
-        for end in ends:
-            end.result()
+def test_all_processes_end_with_server_or_run_while_it_imports_and_when_they_ignore_sigterm(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:  # at one time, since most of it is waiting
+        with_run = pool.submit(end_while_it_imports, tmp_path / "run", by_its_run=True)
+        end_while_it_imports(tmp_path / "server", by_its_run=False)
+        with_run.result()
 
 
 def test_the_end_does_not_wait_for_ended_processes_that_nobody_collects(tmp_path: Path) -> None:
@@ -196,12 +169,12 @@ def start_of(
     tmp_path: Path, gpus: list[str] | None, *arguments: str, key: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """SGLang's arguments and environment."""
-    file = tmp_path / "start"
+    file, log = tmp_path / "start", tmp_path / "server.log"
+    file.unlink(missing_ok=True)
 
     def witness(server: LocalServer) -> list[str]:
         return [sys.executable, "-c", WITNESS, str(file), *servers_module._sglang_command(server)]
 
-    log = tmp_path / "server.log"
     with LocalServer(
         tmp_path / "model", log, arguments, gpus=gpus, host="127.0.0.2", port=31234, key=key, make_command=witness
     ) as server:
@@ -211,54 +184,43 @@ def start_of(
     return start["arguments"], start["environment"]
 
 
-def test_on_gpus_a_server_sees_its_own_and_nothing_of_the_cpus_stand_ins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+OF_THE_RUN = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "A3PO_SERVER_KEY")
+
+
+@pytest.fixture
+def environment_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes logprobs others or is for ranks, the run's key and GPUs, and a variable that is passed on."""
+    for name in (*OF_THE_RUN, "PASSED_ON"):
+        monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    command, environment = start_of(tmp_path, ["4", "5"], "--tp-size", "2")
 
+
+@pytest.mark.usefixtures("environment_of_the_run")
+def test_on_gpus_a_server_sees_its_own_and_nothing_of_the_cpus_stand_ins_or_of_the_run(tmp_path: Path) -> None:
+    command, environment = start_of(tmp_path, ["4", "5"], "--tp-size", "2")
     assert command == [
         *(sys.executable, "-m", "megatron_a3po.serving.entrypoint", "--model-path", str(tmp_path / "model")),
         *("--host", "127.0.0.2", "--port", "31234", "--enable-priority-scheduling", "--tp-size", "2"),
     ]
-    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert not any(name in environment for name in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH"))
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5" and environment["PASSED_ON"] == "1"
+    others = {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "SGLANG_NCCL_SO_PATH", *OF_THE_RUN}
+    assert not others & environment.keys()
 
 
-def test_on_the_cpu_a_server_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+@pytest.mark.usefixtures("environment_of_the_run")
+def test_on_the_cpu_a_server_sees_no_gpu_nor_what_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command, environment = start_of(tmp_path, None)
-
-    assert command[command.index("--device") + 1] == "cpu"
+    assert command[command.index("--device") + 1] == "cpu" and "--load-format" not in command
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["SGLANG_USE_CPU_ENGINE"]) == ("", "1")
+    assert environment["PASSED_ON"] == "1" and not environment.keys() & set(OF_THE_RUN)
+
+    monkeypatch.setattr(servers_module, "has_megatron_weights", lambda folder: folder == tmp_path / "model")
+    command, _ = start_of(tmp_path, None)
+    assert command[command.index("--load-format") + 1] == "dummy", "what Megatron holds, a server cannot read"
 
 
-@pytest.mark.parametrize("gpus", [None, ["4", "5"]])
-def test_what_makes_logprobs_others_or_is_for_ranks_is_not_passed_on(
-    gpus: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = {"SGLANG_RETURN_ORIGINAL_LOGPROB", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PASSED_ON"}
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    assert names & start_of(tmp_path, gpus)[1].keys() == {"PASSED_ON"}
-
-
-def test_the_key_is_in_the_environment_of_a_server_that_asks_for_it_and_on_no_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_in_the_environment_of_a_server_that_asks_for_it_and_on_no_command_line(tmp_path: Path) -> None:
     command, environment = start_of(tmp_path, None, key="5ec2e7")
     assert environment["A3PO_SERVER_KEY"] == "5ec2e7"
     assert "5ec2e7" not in " ".join(command)
-
-    monkeypatch.setenv("A3PO_SERVER_KEY", "5ec2e7")
-    (tmp_path / "start").unlink()
-    assert "A3PO_SERVER_KEY" not in start_of(tmp_path, None)[1]
-
-
-def test_a_megatron_folder_is_served_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--load-format" not in start_of(tmp_path, None)[0]
-    (tmp_path / "start").unlink()
-    monkeypatch.setattr(servers_module, "has_megatron_weights", lambda folder: folder == tmp_path / "model")
-    command, _ = start_of(tmp_path, None)
-    assert command[command.index("--load-format") + 1] == "dummy"

@@ -73,7 +73,7 @@ def test_what_is_registered_is_read_until_it_is_taken_back(tmp_path: Path) -> No
     assert [file.name for file in folder.iterdir()] == ["10.0.0.7_31001.json"]
 
 
-def test_files_that_are_no_registrations_are_reported_and_left_out(
+def test_files_that_are_no_registrations_are_told_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A copy is no second server, and what is no file is not waited for."""

@@ -45,20 +45,15 @@ def look_until_told(launch: Launch, message: str) -> None:
     assert sum(message in text for text in launch.said) == 1
 
 
-def test_a_server_that_cannot_be_registered_goes_on_and_is_registered_later(tmp_path: Path) -> None:
+def test_a_registration_that_cannot_be_made_or_taken_back_is_made_or_taken_back_later(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
     block(launch.folder)
     with launch.kept:
         look_until_told(launch, "could not be registered")
         free(launch.folder)
-        assert launch.look_until_registered().process_id == launch.servers[0].process_id
-    assert len(launch.servers) == 1 and launch.registered == []
-
-
-def test_a_registration_that_cannot_be_taken_back_is_taken_back_later(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)
-    with launch.kept:
         before = launch.look_until_registered()
+        assert before.process_id == launch.servers[0].process_id and len(launch.servers) == 1
+
         block(launch.folder)
         launch.kill()
         with socket.create_server(("127.0.0.1", launch.servers[0].port)):
@@ -108,7 +103,7 @@ def test_a_server_that_cannot_be_started_at_first_ends_the_launcher_with_the_rea
     assert not is_running(good.servers[0].process_id)
 
 
-def test_a_server_that_cannot_be_started_again_for_long_is_given_up(
+def test_a_server_that_cannot_be_restarted_for_long_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = Launch(tmp_path)
@@ -196,7 +191,7 @@ async def test_a_run_waits_also_for_a_folder_that_cannot_be_read(tmp_path: Path)
     assert "cannot be read" in said[1]
 
 
-async def test_a_publication_goes_on_without_news_of_servers_and_tells_it_once(
+async def test_a_publication_goes_on_without_news_and_tells_it_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "servers"

@@ -253,7 +253,7 @@ def kill_before_every_step(folder: Path, original: Path, copies: Path, published
     report.write_text(json.dumps(codes))
 
 
-def test_killed_anywhere_it_leaves_a_whole_version_or_none_and_the_next_start_makes_it(
+def test_killed_anywhere_it_leaves_whole_versions_and_the_next_start_makes_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
@@ -287,7 +287,7 @@ def test_a_folder_has_one_follower_at_a_time(run: Run) -> None:
     follow_here("node2", lambda: False)
 
 
-def test_a_run_waits_for_the_machines_that_follow_it_and_forgets_one_that_does_not_come(
+def test_a_run_waits_for_its_followers_and_forgets_one_that_does_not_come(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(PublishError, match=r"tools/apply_weight_delta\.py"):

@@ -162,9 +162,7 @@ def test_a_run_with_followers_makes_no_folder_itself_and_waits_for_theirs(model:
             setting.change(version)
 
 
-def test_the_precision_of_a_server_is_known_by_its_version_though_its_folder_is_on_another_machine(
-    model: Path,
-) -> None:
+def test_the_precision_of_a_server_is_known_by_its_version_though_its_folder_is_elsewhere(model: Path) -> None:
     with publishing(model) as setting:
         setting.publisher.publish(0)
         told = setting.server_folder()

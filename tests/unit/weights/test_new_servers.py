@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("default_group")
 NOBODY = "http://127.0.0.1:1"
 
 
-def test_a_new_server_receives_the_next_version_and_is_sampled_from(
+def test_a_new_server_receives_the_next_version_and_samples(
     first_receiver: Receiver, second_receiver: Receiver
 ) -> None:
     with running(first_receiver, second_receiver, num_known=1) as run:

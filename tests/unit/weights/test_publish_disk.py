@@ -125,9 +125,7 @@ def test_after_a_failed_group_weights_go_through_files_and_stay_there(
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
-def test_weights_that_cannot_be_converted_are_an_error_and_the_rest_is_collected_all_the_same(
-    model: Path, num_buffers: int
-) -> None:
+def test_weights_that_cannot_be_converted_are_an_error_and_the_rest_is_collected(model: Path, num_buffers: int) -> None:
     source = OneRank(lambda: [(f"t{number}", torch.ones(4)) for number in range(6)], 16)
     source.failing.add(1)
     with serve(None) as (server,), fleet_of(server.url) as fleet:

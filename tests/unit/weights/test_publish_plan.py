@@ -145,9 +145,7 @@ NO_PLAN: dict[str, tuple[list[PartSpec], list[Holdings], str]] = {
 
 
 @pytest.mark.parametrize("case", NO_PLAN)
-def test_what_does_not_fit_together_is_an_error_that_names_parameter_and_rank_before_anything_is_sent(
-    case: str,
-) -> None:
+def test_what_does_not_fit_together_is_an_error_that_names_parameter_and_rank(case: str) -> None:
     specs, ranks, words = NO_PLAN[case]
     with pytest.raises(PublishError, match=words):
         make_plan(specs, ranks, bucket_bytes=1000)

@@ -28,14 +28,13 @@ def spec(name: str, *shape: int) -> TensorSpec:
     return TensorSpec(name=name, dtype=torch.bfloat16, shape=shape or (8, 8))
 
 
-def test_servers_of_an_unquantised_folder_get_what_the_trainer_has(tmp_path: Path) -> None:
+def test_servers_get_what_their_folder_has_the_trainers_precision_or_fp8_for_the_layers_linear_weights(
+    tmp_path: Path,
+) -> None:
     path = folder_of(tmp_path / "bf16", None)
     config = served_quantization([(url, path, None) for url in URLS])
-    assert config is None
-    assert not fp8_rule(config)(spec("model.layers.0.mlp.up_proj.weight"))
+    assert config is None and not fp8_rule(config)(spec("model.layers.0.mlp.up_proj.weight"))
 
-
-def test_servers_of_a_blockwise_fp8_folder_get_fp8_for_the_layers_linear_weights(tmp_path: Path) -> None:
     stored = quantization_config(["lm_head", "model.layers.1.mlp.gate"])
     path = folder_of(tmp_path / "fp8", stored)
     config = served_quantization([(URLS[0], path, None), (URLS[1], path, "fp8")])
@@ -107,16 +106,13 @@ def test_what_cannot_be_published_is_an_error_that_names_the_server(
         served_quantization([(URLS[0], path, quantization)])
 
 
-def test_servers_of_different_precisions_are_an_error_that_names_both(tmp_path: Path) -> None:
+def test_servers_of_different_precisions_and_a_folder_not_seen_here_are_errors_with_names(tmp_path: Path) -> None:
     paths = [folder_of(tmp_path / "bf16", None), folder_of(tmp_path / "fp8", quantization_config())]
-    with pytest.raises(PublishError, match=rf"{URLS[1]} and {URLS[0]}"):
+    with pytest.raises(PublishError, match=f"{URLS[1]} and {URLS[0]}"):
         served_quantization([(url, path, None) for url, path in zip(URLS, paths, strict=True)])
-
-
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_folder_that_is_not_seen_here_is_an_error_that_names_it_and_the_server(quantization: str | None) -> None:
-    with pytest.raises(PublishError, match=rf"{URLS[0]}: .*/nowhere/model.*make the folder visible"):
-        served_quantization([(URLS[0], "/nowhere/model", quantization)])
+    for quantization in (None, "fp8"):
+        with pytest.raises(PublishError, match=f"{URLS[0]}.*/nowhere/model.*make the folder visible"):
+            served_quantization([(URLS[0], "/nowhere/model", quantization)])
 
 
 TENSORS: dict[str, tuple[list[str], list[str], bool]] = {

@@ -70,9 +70,7 @@ def test_every_server_receives_the_tensors_bytes_in_order_and_the_version_with_t
     assert name not in dist.distributed_c10d._world.pg_names.values()
 
 
-def test_a_refusal_during_the_broadcast_ends_the_publication_at_once_and_nothing_is_resumed(
-    first_receiver: Receiver,
-) -> None:
+def test_a_refusal_during_the_broadcast_ends_it_at_once_and_nothing_is_resumed(first_receiver: Receiver) -> None:
     with running(first_receiver, tensors=large_tensors, bucket_bytes=1 << 20) as run:
         (server,) = run.servers
         server.script(UPDATE, refuse(400, "partially updated: size mismatch"), calls=range(2, 3))
