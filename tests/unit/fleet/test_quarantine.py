@@ -15,15 +15,24 @@ from megatron_a3po.rollout.collector import RolloutCollector
 from megatron_a3po.rollout.ledger import Ledger
 from megatron_a3po.rollout.sampler import Responses, Sampler, Sampling
 from megatron_a3po.types import TrajectoryGroup
-from tests.support.scripted_server import REQUEST, Action, Json, answer, close_connection, hang, refuse
+from tests.support.scripted_server import (
+    DEADLINE_SECONDS,
+    REQUEST,
+    Action,
+    Json,
+    answer,
+    close_connection,
+    hang,
+    refuse,
+)
 from tests.unit.fleet.conftest import Pair, quarantined, sample
 from tests.unit.rollout.test_collector import Digits, wait_until
 
 
 @pytest_asyncio.fixture
 async def pool(pair: Pair) -> ServerPool:
-    """Of the two servers, one is enough."""
-    pool = pair.connect(version=None, min_servers=1)
+    """Of the two servers, one is enough, and silence alone ends nothing."""
+    pool = pair.connect(version=None, min_servers=1, timeout_seconds=DEADLINE_SECONDS)
     await pool.for_each(pool.describe)
     publish(pair, pool, 3)
     return pool

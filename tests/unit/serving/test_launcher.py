@@ -150,12 +150,14 @@ def test_a_server_that_ends_again_and_again_is_given_up_and_leaves_the_others_al
     stop = threading.Event()
 
     def end_when_given_up() -> None:
-        wait_until(lambda: bad.kept.is_given_up and bool(good.registered))
-        stop.set()
+        try:
+            wait_until(lambda: alone.kept.is_given_up and bad.kept.is_given_up and bool(good.registered))
+        finally:
+            stop.set()
 
     with ThreadPoolExecutor() as pool:
         pool.submit(end_when_given_up)
-        lonely = pool.submit(keep_running, [alone.kept], threading.Event())
+        lonely = pool.submit(keep_running, [alone.kept], stop)
         assert keep_running([bad.kept, good.kept], stop) is True
         assert lonely.result() is False
     assert len(good.servers) == 1
